@@ -19,16 +19,16 @@ import tyro
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dotmoe.align import AlignConfig, Alignment
-from dotmoe.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, mask_cost, time_methods
-from dotmoe.data import TokenBlocks
-from dotmoe.granularity import Granularity
-from dotmoe.inspection.planner import Accelerator, products, seconds
-from dotmoe.inspection.sizes import Sizes, step_memory
-from dotmoe.inspection.sizes import Step as PlannedStep
-from dotmoe.layout import AlignState, AssignmentConfig
+from dotmoe.measure.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, mask_cost, time_methods
+from dotmoe.measure.inspection.planner import Accelerator, products, seconds
+from dotmoe.measure.inspection.sizes import Sizes, step_memory
+from dotmoe.measure.inspection.sizes import Step as PlannedStep
+from dotmoe.method.align import AlignConfig, Alignment
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import AlignState, AssignmentConfig
+from dotmoe.method.masked import masked, recomputing
 from dotmoe.models.family import DenseModel
-from dotmoe.moe.masked import masked, recomputing
+from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, parameters_of
 from random_models import (
     QWEN25_7B,

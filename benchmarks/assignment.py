@@ -31,10 +31,10 @@ import torch
 import tyro
 from torch import Tensor
 
-from dotmoe.analyse.overhead import Clock
-from dotmoe.bench import forget_peak, peak_bytes
-from dotmoe.files import read_json
-from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment
+from dotmoe.common.files import read_json
+from dotmoe.measure.analyse.overhead import Clock
+from dotmoe.measure.bench import forget_peak, peak_bytes
+from dotmoe.method.transport import TransportPlan, balanced_plan, greedy_assignment
 from rounds import in_turns, keep, medians, ratio_quartiles
 
 EVERY_SHAPE = ("quickstart, ramp end", "quickstart, late")

@@ -18,10 +18,10 @@ import tyro
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dotmoe.analyse.overhead import Clock
-from dotmoe.moe import sparse
-from dotmoe.moe.masked import masked, maskings_of
-from dotmoe.moe.router import Routing
+from dotmoe.measure.analyse.overhead import Clock
+from dotmoe.method import sparse
+from dotmoe.method.masked import masked, maskings_of
+from dotmoe.method.router import Routing
 from random_models import Shape, random_dense, random_layout, random_tokens
 from rounds import in_turns, keep, ratio
 

@@ -28,16 +28,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import dotmoe
-from dotmoe.bench import BenchConfig, bench
-from dotmoe.checkpoint.tokenizer import PROBES
 from dotmoe.cli import run
-from dotmoe.evaluate.models import row_nats, stock_nats
-from dotmoe.files import read_json
-from dotmoe.finished_run import FinishedRun
-from dotmoe.granularity import ExpertsConfig
-from dotmoe.llama_cpp import LlamaCppModel
-from dotmoe.load import load_dense, load_described
-from dotmoe.moe.masked import masked_by
+from dotmoe.common.files import read_json
+from dotmoe.export.llama_cpp import LlamaCppModel
+from dotmoe.measure.bench import BenchConfig, bench
+from dotmoe.measure.evaluate.models import row_nats, stock_nats
+from dotmoe.method.granularity import ExpertsConfig
+from dotmoe.method.masked import masked_by
+from dotmoe.models.load import load_dense, load_described
+from dotmoe.models.tokenizer import PROBES
+from dotmoe.run.finished import FinishedRun
 from rounds import keep
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")

@@ -21,10 +21,10 @@ import tyro
 import alignment_step
 import finetune_step
 from alignment_step import Subject
-from dotmoe.data import TokenBlocks
-from dotmoe.files import read_json
-from dotmoe.finetuning.repair import RepairConfig, repair
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.common.files import read_json
+from dotmoe.method.repair import RepairConfig, repair
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.text.blocks import TokenBlocks
 from random_models import Shape, random_layout, random_tokens, write_export, write_random_dense
 from rounds import keep, require_device
 

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dotmoe.export import export
 from dotmoe.export.format import GgufConfig
 from dotmoe.export.record import ExportRecord
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, describe_dense, left_on_disk
+from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.family import DenseModel, family_of
+from dotmoe.models.load import LoadConfig, describe_dense, left_on_disk
 
 ROUTER_LOGIT_STD = 2.5
 """Deviation of the random routers' logits, for FFN inputs of unit variance."""

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from dotmoe.analyse.overhead import Clock
-from dotmoe.files import write_json
-from dotmoe.run_folder import provenance
+from dotmoe.common.files import write_json
+from dotmoe.measure.analyse.overhead import Clock
+from dotmoe.run.folder import provenance
 
 Measured = TypeVar("Measured")
 Name = TypeVar("Name")

@@ -18,14 +18,14 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dotmoe import bench
-from dotmoe.bench import BenchConfig, TransformersRunner
+from dotmoe.common.progress import Progress
+from dotmoe.common.tables import to_markdown
 from dotmoe.export.architectures import FORMATS
-from dotmoe.granularity import ExpertsConfig, Granularity, resolve
-from dotmoe.load import LoadConfig
+from dotmoe.measure import bench
+from dotmoe.measure.bench import BenchConfig, TransformersRunner
+from dotmoe.method.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.models.family import DenseModel
-from dotmoe.progress import Progress
-from dotmoe.tables import to_markdown
+from dotmoe.models.load import LoadConfig
 from random_models import QWEN25_7B, Shape, default_dtype, random_dense
 from rounds import keep, require_device
 

@@ -51,7 +51,7 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace) -> None:
     """Write one row for every export and dtype."""
-    from dotmoe.run_folder import provenance
+    from dotmoe.run.folder import provenance
 
     rows = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -20,16 +20,16 @@ import tyro
 from torch import Tensor
 from tyro.conf import Positional
 
-from dotmoe.baselines import Baseline, active_share, routed_by_own
-from dotmoe.baselines.contract import next_token_loss
-from dotmoe.baselines.lte import soft_stage, stepped
-from dotmoe.calibrate import block_inputs, unit_logits
-from dotmoe.evaluate.perplexity import heldout_perplexity
-from dotmoe.files import write_json
-from dotmoe.finished_run import FinishedRun
-from dotmoe.load import LoadConfig, load_described
+from dotmoe.common.files import write_json
+from dotmoe.measure.evaluate.perplexity import heldout_perplexity
+from dotmoe.method.calibrate import block_inputs, unit_logits
 from dotmoe.models.family import DenseModel
-from dotmoe.run_folder import provenance
+from dotmoe.models.load import LoadConfig, load_described
+from dotmoe.rivals.baselines import Baseline, active_share, routed_by_own
+from dotmoe.rivals.baselines.contract import next_token_loss
+from dotmoe.rivals.baselines.lte import soft_stage, stepped
+from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import provenance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,16 +19,16 @@ import tyro
 from tyro.conf import Positional
 
 from dotmoe import convert, finetune, finetune_recipe, recipe
-from dotmoe.config import RunConfig
-from dotmoe.errors import UserError
-from dotmoe.evaluate import evaluate
-from dotmoe.evaluate.models import EvaluateConfig, TextConfig
-from dotmoe.files import read_json, write_json
-from dotmoe.finetuning.repair import RepairConfig
-from dotmoe.granularity import ExpertsConfig
-from dotmoe.load import LoadConfig
-from dotmoe.progress import Progress
-from dotmoe.run_folder import provenance
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import read_json, write_json
+from dotmoe.common.progress import Progress
+from dotmoe.measure.evaluate import evaluate
+from dotmoe.measure.evaluate.models import EvaluateConfig, TextConfig
+from dotmoe.method.granularity import ExpertsConfig
+from dotmoe.method.repair import RepairConfig
+from dotmoe.models.load import LoadConfig
+from dotmoe.run.config import RunConfig
+from dotmoe.run.folder import provenance
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 REPAIRS = {"repaired": 0, "repaired, trained": 5}

@@ -15,9 +15,9 @@ import tyro
 from transformers import AutoModelForCausalLM
 from tyro.conf import Positional
 
-from dotmoe.files import write_json
-from dotmoe.load import describe_dense
-from dotmoe.run_folder import provenance
+from dotmoe.common.files import write_json
+from dotmoe.models.load import describe_dense
+from dotmoe.run.folder import provenance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,18 +19,18 @@ import torch
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.config import finetune_recipe
-from dotmoe.data import TokenBlocks, write_decontaminated
-from dotmoe.distributed import fsdp_mesh
-from dotmoe.evaluate.models import TextConfig, stock_nats
-from dotmoe.evaluate.perplexity import packed_text, perplexity
-from dotmoe.files import write_json
-from dotmoe.finetuning import Finetuning, Student
-from dotmoe.finished_run import FinishedRun
-from dotmoe.load import LoadConfig, load_described
+from dotmoe.common.distributed import fsdp_mesh
+from dotmoe.common.files import write_json
+from dotmoe.measure.evaluate.models import TextConfig, stock_nats
+from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
+from dotmoe.method.finetuning import Finetuning, Student
+from dotmoe.method.masked import masked_by
 from dotmoe.models.family import DenseModel, meta_model
-from dotmoe.moe.masked import masked_by
-from dotmoe.run_folder import provenance
+from dotmoe.models.load import LoadConfig, load_described
+from dotmoe.run.config import finetune_recipe
+from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import provenance
+from dotmoe.text.blocks import TokenBlocks, write_decontaminated
 from dotmoe.training.loop import train
 
 HELDOUT = ("python-stdlib-heldout",)

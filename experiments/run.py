@@ -28,8 +28,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dotmoe.files import read_json, write_json
-from dotmoe.run_folder import provenance
+from dotmoe.common.files import read_json, write_json
+from dotmoe.run.folder import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))

@@ -21,24 +21,24 @@ import tyro
 from torch import Tensor
 from tyro.conf import Positional
 
-from dotmoe.align import Alignment
-from dotmoe.baselines import (
+from dotmoe.common.files import write_json
+from dotmoe.method.align import Alignment
+from dotmoe.method.calibrate import block_inputs, calibrate
+from dotmoe.method.layout import ExpertLayout, extract
+from dotmoe.method.masked import input_hooks, masked, masked_by
+from dotmoe.method.objective import Taught
+from dotmoe.models.family import DenseModel
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.rivals.baselines import (
     METHODS,
     Baseline,
     SplitInputs,
     granularity_of,
     routed_by_own,
 )
-from dotmoe.calibrate import block_inputs, calibrate
-from dotmoe.config import RunConfig
-from dotmoe.files import write_json
-from dotmoe.finished_run import FinishedRun
-from dotmoe.layout import ExpertLayout, extract
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.family import DenseModel
-from dotmoe.moe.masked import input_hooks, masked, masked_by
-from dotmoe.moe.objective import Taught
-from dotmoe.run_folder import provenance
+from dotmoe.run.config import RunConfig
+from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import provenance
 from dotmoe.training.loop import train
 
 RIVALS = ("cmoe", "llama_moe_v2", "random_split")

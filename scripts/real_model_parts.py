@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dotmoe import compare
-from dotmoe.config import RunConfig
+from dotmoe.common.files import read_json, write_json
 from dotmoe.export.record import ExportRecord
-from dotmoe.files import read_json, write_json
-from dotmoe.finished_run import FinishedRun
-from dotmoe.run_folder import provenance
+from dotmoe.pipeline import compare
+from dotmoe.run.config import RunConfig
+from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import provenance
 
 
 def row(name: str, run: Path) -> dict[str, Any]:

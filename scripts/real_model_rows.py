@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dotmoe.files import read_json, write_json
+from dotmoe.common.files import read_json, write_json
 
 
 def main_scores(folder: Path) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dotmoe.common.files import read_json, write_json
 from dotmoe.export.record import ExportRecord
-from dotmoe.files import read_json, write_json
-from dotmoe.run_folder import RunFolder, provenance
+from dotmoe.run.folder import RunFolder, provenance
 from real_model_rows import main_scores
 
 STAGES = ("calibrate", "align", "extract", "repair", "finetune", "export")

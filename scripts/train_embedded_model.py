@@ -1,4 +1,4 @@
-"""Train the small dense Llama that is part of the package (`src/dotmoe/embedded`).
+"""Train the small dense Llama that is part of the package (`src/dotmoe/models/embedded`).
 
     python scripts/train_embedded_model.py --steps 3000 --decay-steps 600
 
@@ -21,7 +21,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from dotmoe.data.sources import stdlib_documents
+from dotmoe.text.sources import stdlib_documents
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 2048
@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("embedded-training"))
-    parser.add_argument("--out", type=Path, default=Path("src/dotmoe/embedded"))
+    parser.add_argument("--out", type=Path, default=Path("src/dotmoe/models/embedded"))
     return parser.parse_args()
 
 

@@ -35,13 +35,13 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
-from dotmoe import compare
-from dotmoe.evaluate.perplexity import curve_table
-from dotmoe.granularity import ExpertsConfig
-from dotmoe.inspection import InspectConfig, inspect_model
-from dotmoe.inspection.planner import Accelerator
-from dotmoe.report.page import quickstart_summary
-from dotmoe.tables import in_bytes, in_time, percent, to_markdown
+from dotmoe.common.tables import in_bytes, in_time, percent, to_markdown
+from dotmoe.measure.evaluate.perplexity import curve_table
+from dotmoe.measure.inspection import InspectConfig, inspect_model
+from dotmoe.measure.inspection.planner import Accelerator
+from dotmoe.measure.report.page import quickstart_summary
+from dotmoe.method.granularity import ExpertsConfig
+from dotmoe.pipeline import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 PART = re.compile(

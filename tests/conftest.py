@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from dotmoe.cli import run
 from dotmoe.export import GgufConfig, export
-from dotmoe.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.models.load import LoadConfig, load_dense
 from runs import TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, words
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"

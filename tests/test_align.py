@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.align import AlignConfig, Alignment, align
-from dotmoe.data import TokenBlocks
-from dotmoe.errors import UserError
-from dotmoe.granularity import Granularity
-from dotmoe.layout import AlignState, AssignmentConfig, extract
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.masked import masked
+from dotmoe.common.errors import UserError
+from dotmoe.method.align import AlignConfig, Alignment, align
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import AlignState, AssignmentConfig, extract
+from dotmoe.method.masked import masked
+from dotmoe.method.transport import balanced_plan, greedy_assignment
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import TrainingConfig
-from dotmoe.transport import balanced_plan, greedy_assignment
 
 E, K = 12, 3
 CONFIG = AlignConfig(steps=6, batch_size=4, micro_batch_size=4, lr=1e-2, max_epochs=100.0)

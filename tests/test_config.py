@@ -5,12 +5,19 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from dotmoe.align import AlignConfig
-from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, finetune_recipe, recipe, recipe_of
-from dotmoe.data.sources import DataConfig
-from dotmoe.errors import UserError
-from dotmoe.granularity import resolve
-from dotmoe.options import check, from_values, values_of
+from dotmoe.common.errors import UserError
+from dotmoe.common.options import check, from_values, values_of
+from dotmoe.method.align import AlignConfig
+from dotmoe.method.granularity import resolve
+from dotmoe.run.config import (
+    RECIPES,
+    FinetuneRunConfig,
+    RunConfig,
+    finetune_recipe,
+    recipe,
+    recipe_of,
+)
+from dotmoe.text.sources import DataConfig
 
 HYPERPARAMETERS = {  # tab:hyperparams_moefication
     "assignment": {"tau_start": 1.0, "tau_end": 0.1},

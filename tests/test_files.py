@@ -8,12 +8,9 @@ import os
 import pytest
 import torch
 
-from dotmoe import files
-from dotmoe.errors import UserError
-from dotmoe.export.format import TensorSpec
-from dotmoe.export.gguf_file import write_gguf
-from dotmoe.export.transformers_format import write_checkpoint
-from dotmoe.files import (
+from dotmoe.common import files
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import (
     DamagedError,
     checksums,
     complete_folder,
@@ -28,7 +25,10 @@ from dotmoe.files import (
     write_json,
     write_text,
 )
-from dotmoe.layout import AlignState
+from dotmoe.export.format import TensorSpec
+from dotmoe.export.gguf_file import write_gguf
+from dotmoe.export.transformers_format import write_checkpoint
+from dotmoe.method.layout import AlignState
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e5])  # the last is infinite in 16 bits

@@ -1,8 +1,14 @@
 import pytest
 
-from dotmoe.errors import UserError
-from dotmoe.granularity import ExpertsConfig, default_expert_size, resolve, resolve_heads, splits_of
-from dotmoe.options import check
+from dotmoe.common.errors import UserError
+from dotmoe.common.options import check
+from dotmoe.method.granularity import (
+    ExpertsConfig,
+    default_expert_size,
+    resolve,
+    resolve_heads,
+    splits_of,
+)
 
 
 def split(width, **settings):

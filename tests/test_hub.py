@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 from huggingface_hub import constants
 
-from dotmoe.checkpoint import checkpoint_folder
-from dotmoe.errors import UserError
-from dotmoe.load import describe_dense
+from dotmoe.common.errors import UserError
+from dotmoe.models.checkpoint import checkpoint_folder
+from dotmoe.models.load import describe_dense
 from hub import Hub
 from runs import TINY_CONVERT, TINY_FINETUNE
 

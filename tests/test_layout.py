@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dotmoe.errors import UserError
-from dotmoe.granularity import Granularity
-from dotmoe.layout import AlignState, AssignmentConfig, ExpertLayout, extract
+from dotmoe.common.errors import UserError
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import AlignState, AssignmentConfig, ExpertLayout, extract
 
 
 def layout(**changes):

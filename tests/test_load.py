@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.checkpoint import Tensors, tensor_files
-from dotmoe.errors import UserError
-from dotmoe.load import (
+from dotmoe.common.errors import UserError
+from dotmoe.models.checkpoint import Tensors, tensor_files
+from dotmoe.models.family import FAMILIES
+from dotmoe.models.load import (
     LoadConfig,
     dense_config,
     describe_dense,
@@ -19,7 +20,6 @@ from dotmoe.load import (
     left_on_disk,
     load_dense,
 )
-from dotmoe.models.family import FAMILIES
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -273,7 +273,7 @@ def test_overflow_in_float16_is_noticed(copied):
 
 def test_unused_tensors_are_logged_not_loaded(copied, caplog):
     with_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)}))(copied)
-    with caplog.at_level(logging.WARNING, logger="dotmoe.load"):
+    with caplog.at_level(logging.WARNING, logger="dotmoe.models.load"):
         load_dense(str(copied), LoadConfig())
     assert "model.extra.weight" in caplog.text
 

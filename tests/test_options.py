@@ -15,8 +15,8 @@ import tyro
 from transformers import PreTrainedConfig
 
 import dotmoe
-from dotmoe.errors import UserError
-from dotmoe.options import (
+from dotmoe.common.errors import UserError
+from dotmoe.common.options import (
     HOW,
     Range,
     above,

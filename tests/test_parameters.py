@@ -3,9 +3,8 @@
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from dotmoe.config import recipe
-from dotmoe.errors import UserError
-from dotmoe.granularity import (
+from dotmoe.common.errors import UserError
+from dotmoe.method.granularity import (
     ExpertsConfig,
     ParameterCounts,
     count_parameters,
@@ -14,6 +13,7 @@ from dotmoe.granularity import (
     splits_of,
 )
 from dotmoe.models.family import family_of, meta_model
+from dotmoe.run.config import recipe
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads")

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dotmoe import progress as progress_module
-from dotmoe.progress import Progress
+from dotmoe.common import progress as progress_module
+from dotmoe.common.progress import Progress
 
 
 @pytest.mark.parametrize("text", ["pip install -e '.[analysis]'", "x[/y].txt", "[bold]", "a\\[b"])

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dotmoe.tables import (
+from dotmoe.common.tables import (
     Table,
     figure,
     in_bytes,

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dotmoe.data import TokenBlocks, pack
-from dotmoe.data.sources import DataConfig, documents
-from dotmoe.progress import Progress
-from dotmoe.tokenise import (
+from dotmoe.common.progress import Progress
+from dotmoe.text.blocks import TokenBlocks, pack
+from dotmoe.text.sources import DataConfig, documents
+from dotmoe.text.tokenise import (
     SampleConfig,
     Text,
     require_sources,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dotmoe.errors import UserError
-from dotmoe.worker import Worker, WorkerDiedError
+from dotmoe.common.errors import UserError
+from dotmoe.common.worker import Worker, WorkerDiedError
 
 
 class Subject:

@@ -14,13 +14,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dotmoe.config import FinetuneRunConfig, RunConfig, finetune_recipe, recipe
-    from dotmoe.data.sources import DataConfig
-    from dotmoe.errors import UserError
-    from dotmoe.finetuning import FinetuneConfig
-    from dotmoe.layout import ExpertLayout
-    from dotmoe.load import LoadConfig
+    from dotmoe.common.errors import UserError
+    from dotmoe.method.finetuning import FinetuneConfig
+    from dotmoe.method.layout import ExpertLayout
+    from dotmoe.models.load import LoadConfig
     from dotmoe.pipeline import Conversion, convert, finetune
+    from dotmoe.run.config import FinetuneRunConfig, RunConfig, finetune_recipe, recipe
+    from dotmoe.text.sources import DataConfig
     from dotmoe.training.loop import TrainingConfig
 
 __version__ = "0.1.0"
@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "config": ("FinetuneRunConfig", "RunConfig", "finetune_recipe", "recipe"),
-    "data.sources": ("DataConfig",),
-    "errors": ("UserError",),
-    "finetuning": ("FinetuneConfig",),
-    "layout": ("ExpertLayout",),
-    "load": ("LoadConfig",),
+    "run.config": ("FinetuneRunConfig", "RunConfig", "finetune_recipe", "recipe"),
+    "text.sources": ("DataConfig",),
+    "common.errors": ("UserError",),
+    "method.finetuning": ("FinetuneConfig",),
+    "method.layout": ("ExpertLayout",),
+    "models.load": ("LoadConfig",),
     "pipeline": ("Conversion", "convert", "finetune"),
     "training.loop": ("TrainingConfig",),
 }

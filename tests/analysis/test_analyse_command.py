@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse, experts
-from dotmoe.analyse.experts import costs_said
-from dotmoe.errors import UserError
-from dotmoe.finished_run import FinishedRun
-from dotmoe.layout import ALWAYS_ON
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.masked import masked_by
+from dotmoe.common.errors import UserError
+from dotmoe.measure.analyse import ANALYSES, AnalyseConfig, analyse, experts
+from dotmoe.measure.analyse.experts import costs_said
+from dotmoe.method.layout import ALWAYS_ON
+from dotmoe.method.masked import masked_by
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.run.finished import FinishedRun
 
 QUICK = {"tokens": 128, "profile_steps": 2}
 
@@ -113,13 +113,15 @@ def test_parts_of_a_step_make_up_the_step_and_leave_the_run_as_it_was(folder):
 
 def test_a_silent_router_is_warned_of(folder, command, monkeypatch):
     routes = torch.arange(3).expand(2, 50, 3)
-    monkeypatch.setattr("dotmoe.analyse.run.captured_routes", lambda *arguments: {"ffn": routes})
+    monkeypatch.setattr(
+        "dotmoe.measure.analyse.run.captured_routes", lambda *arguments: {"ffn": routes}
+    )
     said = command("analyse", folder, only="expert_utilisation")
     assert "warning: layer 0: 9 of 12 experts are dead" in said.out
 
 
 def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monkeypatch, command):
-    monkeypatch.setattr("dotmoe.errors.find_spec", lambda package: None)
+    monkeypatch.setattr("dotmoe.common.errors.find_spec", lambda package: None)
     (folder / "2_align" / "metrics.jsonl").unlink()
     found = analyse(AnalyseConfig(run=str(folder), tokens=128))
     assert list(found) == ["expert_utilisation", "layer_sensitivity"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.analyse import run
-from dotmoe.analyse.experts import (
+from dotmoe.measure.analyse import run
+from dotmoe.measure.analyse.experts import (
     load_statistics,
     matched_overlap,
     overlap,
@@ -20,9 +20,9 @@ from dotmoe.analyse.experts import (
     utilisation,
     warnings_of,
 )
-from dotmoe.analyse.run import captured_routes, router_inputs
-from dotmoe.layout import ALWAYS_ON
-from dotmoe.moe.masked import masked_by
+from dotmoe.measure.analyse.run import captured_routes, router_inputs
+from dotmoe.method.layout import ALWAYS_ON
+from dotmoe.method.masked import masked_by
 
 E, K, T = 12, 3, 4000
 

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.baselines import METHODS, BaselineConfig
-from dotmoe.compare import CompareConfig, over_seeds, points_of, table
-from dotmoe.config import PruneRunConfig
-from dotmoe.data.sources import DataConfig
-from dotmoe.errors import UserError, VerificationError
-from dotmoe.granularity import ExpertsConfig
-from dotmoe.layout import ExpertLayout
+from dotmoe.common.errors import UserError, VerificationError
+from dotmoe.measure.report.plots import is_installed
+from dotmoe.method.granularity import ExpertsConfig
+from dotmoe.method.layout import ExpertLayout
 from dotmoe.pipeline import convert
-from dotmoe.pruning import PRUNING
-from dotmoe.report.plots import is_installed
+from dotmoe.pipeline.compare import CompareConfig, over_seeds, points_of, table
+from dotmoe.rivals.baselines import METHODS, BaselineConfig
+from dotmoe.rivals.pruning import PRUNING
+from dotmoe.run.config import PruneRunConfig
+from dotmoe.text.sources import DataConfig
 from runs import TINY_CONVERT, TINY_FINETUNE
 
 OPTIONS = TINY_CONVERT | {"active_experts": 4}
@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run
         begun.append(config.method)
         raise UserError("stop here")
 
-    monkeypatch.setattr("dotmoe.compare.convert", convert)
+    monkeypatch.setattr("dotmoe.pipeline.compare.convert", convert)
     said = compare("dot_moe", "llm_pruner", model="olmo2", active_experts=1)
     assert "norm over all heads at once, so llm_pruner cannot" in said.refusal()
     assert not begun
@@ -295,8 +295,8 @@ def test_a_run_that_fails_says_why_and_the_others_are_made(error, why, compare, 
     def fail(config, progress):
         raise VerificationError("layer 3 computes otherwise.")
 
-    monkeypatch.setattr("dotmoe.compare.convert", convert_or_fail)
-    monkeypatch.setattr("dotmoe.compare.finetune", fail)
+    monkeypatch.setattr("dotmoe.pipeline.compare.convert", convert_or_fail)
+    monkeypatch.setattr("dotmoe.pipeline.compare.finetune", fail)
     said = compare("by_energy", finetune_steps=1)
     assert said.status == 2
     assert "2 runs failed: by_energy-own, by_energy-ridge-finetuned." in said.err

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dotmoe.baselines import (
+from dotmoe.common.errors import UserError
+from dotmoe.method.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contributions
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import ALWAYS_ON, AssignmentConfig, extract
+from dotmoe.method.objective import CPU_CHUNK_ROWS
+from dotmoe.method.transport import greedy_assignment
+from dotmoe.rivals.baselines import (
     METHODS,
     Baseline,
     BaselineConfig,
@@ -23,17 +29,11 @@ from dotmoe.baselines import (
     routed_by_own,
     state_of,
 )
-from dotmoe.baselines.contract import balanced_kmeans, optimal_assignment
-from dotmoe.baselines.expert_weaver import by_shared_and_gates
-from dotmoe.baselines.llama_moe_v2 import importance, most_listed
-from dotmoe.baselines.lte import soft_stage
-from dotmoe.baselines.moefication import by_predictor, co_activation_counts, swapped
-from dotmoe.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contributions
-from dotmoe.errors import UserError
-from dotmoe.granularity import Granularity
-from dotmoe.layout import ALWAYS_ON, AssignmentConfig, extract
-from dotmoe.moe.objective import CPU_CHUNK_ROWS
-from dotmoe.transport import greedy_assignment
+from dotmoe.rivals.baselines.contract import balanced_kmeans, optimal_assignment
+from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates
+from dotmoe.rivals.baselines.llama_moe_v2 import importance, most_listed
+from dotmoe.rivals.baselines.lte import soft_stage
+from dotmoe.rivals.baselines.moefication import by_predictor, co_activation_counts, swapped
 
 S, E, K = 8, 12, 4
 SPLIT = Granularity(num_experts=E, expert_size=S, active_experts=K)

@@ -11,7 +11,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from dotmoe.bench import (
+from dotmoe.common.errors import UserError
+from dotmoe.common.tables import to_markdown
+from dotmoe.export import ExportConfig, GgufConfig, export
+from dotmoe.export.llama_cpp import Runtime
+from dotmoe.measure.bench import (
     BenchConfig,
     LlamaRunner,
     TransformersRunner,
@@ -22,10 +26,6 @@ from dotmoe.bench import (
     ratio_quartiles,
     table,
 )
-from dotmoe.errors import UserError
-from dotmoe.export import ExportConfig, GgufConfig, export
-from dotmoe.llama_cpp import Runtime
-from dotmoe.tables import to_markdown
 from runs import weights_of
 
 SMALL = {"batch_sizes": (1, 3), "prompt_tokens": 9, "context_tokens": 5, "decode_steps": 2}
@@ -157,7 +157,9 @@ def test_what_cannot_be_measured_is_refused(models, changes, expected, pair, tin
 
 def test_a_file_of_an_unknown_user_does_not_exist(monkeypatch):
     pytest.importorskip("gguf")
-    monkeypatch.setattr("dotmoe.bench.Worker", lambda target, *rest, **names: LlamaRunner(*rest))
+    monkeypatch.setattr(
+        "dotmoe.measure.bench.Worker", lambda target, *rest, **names: LlamaRunner(*rest)
+    )
     with pytest.raises(UserError, match=r"~no-such-user/dense\.gguf does not exist"):
         bench(BenchConfig(dense="~no-such-user/dense.gguf", moe="~no-such-user/moe.gguf"))
 

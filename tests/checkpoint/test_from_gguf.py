@@ -15,10 +15,10 @@ pytest.importorskip("gguf")
 
 from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, dequantize, get_tensor_name_map
 
-from dotmoe import llama_cpp
-from dotmoe.checkpoint import checkpoint_folder
-from dotmoe.errors import UserError
-from dotmoe.load import LoadConfig, dense_config, load_dense
+from dotmoe.common.errors import UserError
+from dotmoe.export import llama_cpp
+from dotmoe.models.checkpoint import checkpoint_folder
+from dotmoe.models.load import LoadConfig, dense_config, load_dense
 from export.comparison import logits_of
 from runs import TINY_CONVERT, TINY_FINETUNE, rope
 
@@ -164,7 +164,9 @@ def test_a_gguf_file_is_converted_finetuned_and_measured_as_a_folder_is(
     by_name = [command("evaluate", it, json=[], **text).out for it in (file, folder)]
     assert len({json.loads(said)["loss"] for said in by_name}) == 1
     assert command("evaluate", run, fidelity=[], **text).status == 0
-    monkeypatch.setattr("dotmoe.bench.Worker", begun := Mock(side_effect=UserError("begun")))
+    monkeypatch.setattr(
+        "dotmoe.measure.bench.Worker", begun := Mock(side_effect=UserError("begun"))
+    )
     assert "begun" in command("bench", file, run).refusal()
     assert begun.call_args.kwargs["name"] == f"transformers on {folder}"
     assert (folder / "model.safetensors").stat().st_mtime_ns == changed
@@ -233,6 +235,6 @@ def test_files_that_are_none_are_refused(command, tmp_path, monkeypatch):
     assert "does not exist" in command("inspect", "nowhere.gguf").refusal()
     write_gguf(tmp_path / "unknown.gguf", "martian")
     assert "architecture martian" in command("inspect", tmp_path / "unknown.gguf").refusal()
-    monkeypatch.setattr("dotmoe.errors.find_spec", lambda name: None)
+    monkeypatch.setattr("dotmoe.common.errors.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"'.\[gguf\]'"):
         checkpoint_folder(str(tmp_path / "unknown.gguf"))

@@ -9,18 +9,19 @@ import torch
 from huggingface_hub.errors import XetDownloadError
 from safetensors.torch import load_file, save_file
 
-from dotmoe import checkpoint, llama_cpp
-from dotmoe.baselines import BaselineConfig, SplitInputs, baseline, granularity_of
-from dotmoe.baselines.contract import next_token_loss
-from dotmoe.calibrate import CalibrateConfig
-from dotmoe.checkpoint import Tensors, checkpoint_folder
-from dotmoe.checkpoint import on_disk as module
-from dotmoe.checkpoint.on_disk import exported_on_disk, on_disk, parts_of
-from dotmoe.errors import UserError, VerificationError
-from dotmoe.finetuning import write_weights
-from dotmoe.granularity import Granularity
-from dotmoe.load import describe_dense, whole_weights
+from dotmoe.common.errors import UserError, VerificationError
+from dotmoe.export import llama_cpp
+from dotmoe.method.calibrate import CalibrateConfig
+from dotmoe.method.finetuning import write_weights
+from dotmoe.method.granularity import Granularity
+from dotmoe.models import checkpoint
+from dotmoe.models import on_disk as module
+from dotmoe.models.checkpoint import Tensors, checkpoint_folder
 from dotmoe.models.family import FAMILIES
+from dotmoe.models.load import describe_dense, whole_weights
+from dotmoe.models.on_disk import exported_on_disk, on_disk, parts_of
+from dotmoe.rivals.baselines import BaselineConfig, SplitInputs, baseline, granularity_of
+from dotmoe.rivals.baselines.contract import next_token_loss
 from export.comparison import logits_of, stock_logits
 from runs import FORMATS_OF
 

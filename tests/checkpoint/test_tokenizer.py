@@ -9,13 +9,13 @@ from huggingface_hub.utils import filter_repo_objects
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dotmoe.checkpoint import _UNWANTED, _WANTED
-from dotmoe.checkpoint.tokenizer import load_tokenizer, tokenizer_notes
 from dotmoe.cli import run
-from dotmoe.data import pack
-from dotmoe.errors import UserError
-from dotmoe.finetuning import write_weights
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.common.errors import UserError
+from dotmoe.method.finetuning import write_weights
+from dotmoe.models.checkpoint import _UNWANTED, _WANTED
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.tokenizer import load_tokenizer, tokenizer_notes
+from dotmoe.text.blocks import pack
 from runs import TINY_CONVERT, words
 from zoo import KINDS, write_tokenizer
 

@@ -14,9 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dotmoe import data
-from dotmoe.data import TokenBlocks, block_writer, overlap, split_off_tail, write_decontaminated
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
+from dotmoe.text import blocks as data
+from dotmoe.text.blocks import (
+    TokenBlocks,
+    block_writer,
+    overlap,
+    split_off_tail,
+    write_decontaminated,
+)
 
 
 def numbered(num_blocks, seq_len=4):

@@ -12,11 +12,11 @@ import pytest
 import torch
 from written_text import TEXTS, jsonl, parquet_bytes, read, write
 
-from dotmoe import data
-from dotmoe.data import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
-from dotmoe.data.sources import DOLMINO_PERCENT, DataConfig, StreamError, documents, sources_of
-from dotmoe.errors import UserError
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.common.errors import UserError
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.text import blocks as data
+from dotmoe.text.blocks import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
+from dotmoe.text.sources import DOLMINO_PERCENT, DataConfig, StreamError, documents, sources_of
 
 
 def folk(sign, count, longest, seed):

@@ -12,8 +12,9 @@ import pytest
 from aiohttp import ClientPayloadError
 from written_text import TEXTS, jsonl, parquet_bytes, read, refusal_of, write
 
-from dotmoe.data import sources
-from dotmoe.data.sources import (
+from dotmoe.common.errors import UserError
+from dotmoe.text import sources
+from dotmoe.text.sources import (
     FIELDS,
     PIECE_CHARACTERS,
     Continuation,
@@ -23,7 +24,6 @@ from dotmoe.data.sources import (
     opened,
     stdlib_documents,
 )
-from dotmoe.errors import UserError
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst", ".bz2"])

@@ -6,8 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dotmoe.data.sources import DataConfig, documents
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
+from dotmoe.text.sources import DataConfig, documents
 
 TEXTS = ["The cat sat on the mat.\n", "Zwölf Boxkämpfer 🙂", "x = [1, 2]\n\n\ty = 3"]
 

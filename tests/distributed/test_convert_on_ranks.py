@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dotmoe.cli import run
-from dotmoe.layout import ExpertLayout
+from dotmoe.method.layout import ExpertLayout
 from runs import TINY_CONVERT, torchrun, words
 
 KEEPING_NOTHING = [Path(__file__).with_name("keeping_nothing.py")]

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dotmoe import distributed
-from dotmoe.distributed import divided, own_rows, process_group, resolved_device
-from dotmoe.errors import UserError
+from dotmoe.common import distributed
+from dotmoe.common.distributed import divided, own_rows, process_group, resolved_device
+from dotmoe.common.errors import UserError
 
 
 @pytest.fixture

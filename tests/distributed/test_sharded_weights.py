@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from dotmoe.distributed import full_tensor, local_part
-from dotmoe.load import describe_dense, is_sharded, load_sharded
+from dotmoe.common.distributed import full_tensor, local_part
 from dotmoe.models.family import FAMILIES
+from dotmoe.models.load import describe_dense, is_sharded, load_sharded
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(2, 50).view(2, 24)

@@ -13,12 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from dotmoe.align import AlignConfig, Alignment
-from dotmoe.baselines import BaselineConfig, SplitInputs, baseline, granularity_of
-from dotmoe.calibrate import CalibrateConfig, calibrate
-from dotmoe.checkpoint import Tensors
-from dotmoe.data import TokenBlocks
-from dotmoe.distributed import (
+from dotmoe.common.distributed import (
     broadcast_from_rank_zero,
     full_tensor,
     local_part,
@@ -26,11 +21,16 @@ from dotmoe.distributed import (
     raise_on_all_ranks,
     rank,
 )
-from dotmoe.errors import UserError
-from dotmoe.granularity import Granularity
-from dotmoe.layout import AssignmentConfig
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.masked import masked, recomputing
+from dotmoe.common.errors import UserError
+from dotmoe.method.align import AlignConfig, Alignment
+from dotmoe.method.calibrate import CalibrateConfig, calibrate
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import AssignmentConfig
+from dotmoe.method.masked import masked, recomputing
+from dotmoe.models.checkpoint import Tensors
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.rivals.baselines import BaselineConfig, SplitInputs, baseline, granularity_of
+from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import TrainingConfig, train
 
 E, K, STEPS = 12, 3, 10

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.cli.quickstart import QuickstartConfig, quickstart, run_configs
+from dotmoe.common.progress import Progress
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.masked import masked_by
 from dotmoe.models.family import FAMILIES
-from dotmoe.moe.masked import masked_by
-from dotmoe.progress import Progress
-from dotmoe.quickstart import QuickstartConfig, quickstart, run_configs
+from dotmoe.models.load import LoadConfig, load_dense
 from runs import Forked, TinyRun
 
 TWINS = {"granite": "GraniteMoeForCausalLM", "olmo2": "FlexOlmoForCausalLM"}

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.layout import ExpertLayout
-from dotmoe.llama_cpp import is_installed
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.masked import masked_by
+from dotmoe.export.llama_cpp import is_installed
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.masked import masked_by
+from dotmoe.models.load import LoadConfig, load_dense
 
 QUICK = {"scale_tokens": 256, "verify_tokens": 128}
 

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.test_tokenizer import ids_in_file, ids_of, with_pad
-from dotmoe.data import pack
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
 from dotmoe.export import ExportConfig, export
-from dotmoe.load import LoadConfig, dense_config, load_dense
+from dotmoe.models.load import LoadConfig, dense_config, load_dense
+from dotmoe.text.blocks import pack
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 from runs import TEXT
 from zoo import KINDS, write_tokenizer

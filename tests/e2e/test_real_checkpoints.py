@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dotmoe.evaluate.models import TextConfig, stock_nats
-from dotmoe.evaluate.perplexity import packed_text, perplexity
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.masked import masked_by
+from dotmoe.measure.evaluate.models import TextConfig, stock_nats
+from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.masked import masked_by
+from dotmoe.models.load import LoadConfig, load_dense
 
 TEXT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "

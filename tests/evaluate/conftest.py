@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dotmoe.evaluate.models import TextConfig
 from dotmoe.export import ExportConfig, export
+from dotmoe.measure.evaluate.models import TextConfig
 
 TEXT = "The crows counted seven hills and seven valleys, and went on counting until dusk. " * 8
 

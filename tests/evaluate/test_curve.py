@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, evaluate
-from dotmoe.evaluate.models import stock_nats
-from dotmoe.evaluate.perplexity import curve_table, ladder
+from dotmoe.common.errors import UserError
 from dotmoe.export.record import ExportRecord, set_active_experts
-from dotmoe.moe.masked import masked_by
+from dotmoe.measure.evaluate import EvaluateConfig, evaluate
+from dotmoe.measure.evaluate.models import stock_nats
+from dotmoe.measure.evaluate.perplexity import curve_table, ladder
+from dotmoe.method.masked import masked_by
 
 
 def curve_of(case, *active_experts):

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, evaluate, models
+from dotmoe.common.errors import UserError
 from dotmoe.export.record import set_active_experts
-from dotmoe.load import LoadConfig
-from dotmoe.moe.masked import masked_by
+from dotmoe.measure.evaluate import EvaluateConfig, evaluate, models
+from dotmoe.method.masked import masked_by
+from dotmoe.models.load import LoadConfig
 
 FORMATS = {"llama": "glm4_moe", "qwen2": "qwen2_moe", "granite": "granitemoe", "olmo2": "flex_olmo"}
 

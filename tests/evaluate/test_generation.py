@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, evaluate
-from dotmoe.evaluate.generation import continuations
-from dotmoe.evaluate.models import TextConfig
-from dotmoe.progress import Progress
+from dotmoe.common.errors import UserError
+from dotmoe.common.progress import Progress
+from dotmoe.measure.evaluate import EvaluateConfig, evaluate
+from dotmoe.measure.evaluate.generation import continuations
+from dotmoe.measure.evaluate.models import TextConfig
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
 

@@ -17,19 +17,19 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from dotmoe.data.sources import Continuation, DataConfig, documents
-from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, evaluate, models
-from dotmoe.evaluate.models import TextConfig, row_nats, stock_nats
-from dotmoe.evaluate.perplexity import (
+from dotmoe.common.errors import UserError
+from dotmoe.export import GgufConfig, export
+from dotmoe.measure.evaluate import EvaluateConfig, evaluate, models
+from dotmoe.measure.evaluate.models import TextConfig, row_nats, stock_nats
+from dotmoe.measure.evaluate.perplexity import (
     difference,
     error_over,
     nats_with_error,
     packed_text,
     perplexity,
 )
-from dotmoe.export import GgufConfig, export
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.text.sources import Continuation, DataConfig, documents
 
 TEXTS = ["The cat sat on the mat.\n" * 9, "Zwölf Boxkämpfer jagen Viktor.", "x = [1, 2, 3]\n" * 11]
 ROWS = ["", " = A heading = \n", "", " Some text , and more .\n", " The next paragraph .\n", ""]
@@ -56,7 +56,7 @@ class FixedChances:
 
 
 def text_of(dense, texts=TEXTS, **options):
-    with patch("dotmoe.evaluate.perplexity.documents", lambda *_: iter(texts)):
+    with patch("dotmoe.measure.evaluate.perplexity.documents", lambda *_: iter(texts)):
         return packed_text(TextConfig(**options), dense.tokenizer)
 
 
@@ -296,7 +296,7 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
         return evaluate(EvaluateConfig(model="~/out", corpus=corpus, tokenizer=dense.source))
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("dotmoe.llama_cpp.LlamaCppModel", even_chances)
+    monkeypatch.setattr("dotmoe.export.llama_cpp.LlamaCppModel", even_chances)
     assert dense.tokenizer.model_max_length == 256
     found = measured()
     assert (contexts, found["window"]) == ([64], 64)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dotmoe.errors import UserError
-from dotmoe.evaluate.harness import chance_of, harness_model, require_harness, run_tasks
-from dotmoe.evaluate.models import EvaluateConfig
-from dotmoe.evaluate.tasks import (
+from dotmoe.common.errors import UserError
+from dotmoe.measure.evaluate.harness import chance_of, harness_model, require_harness, run_tasks
+from dotmoe.measure.evaluate.models import EvaluateConfig
+from dotmoe.measure.evaluate.tasks import (
     PAPER,
     SETS,
     TASKS,
@@ -25,7 +25,7 @@ from dotmoe.evaluate.tasks import (
     of_model,
     with_error,
 )
-from dotmoe.load import LoadConfig
+from dotmoe.models.load import LoadConfig
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
@@ -280,10 +280,10 @@ def test_an_unknown_task_and_a_hub_that_is_out_of_reach_are_told(tiny_dense, com
 
 
 def test_the_harness_is_an_extra_that_only_tasks_import(monkeypatch):
-    monkeypatch.setattr("dotmoe.errors.find_spec", lambda name: None)
+    monkeypatch.setattr("dotmoe.common.errors.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[eval\]'"):
         require_harness()
-    code = "import sys, dotmoe.evaluate; sys.exit('lm_eval' in sys.modules)"
+    code = "import sys, dotmoe.measure.evaluate; sys.exit('lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.moe.masked import masked_by
+from dotmoe.method.masked import masked_by
 
 
 def logits_of(model, tokens_BT):

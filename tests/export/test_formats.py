@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
 from dotmoe.export import ExportConfig, export, require_exportable
 from dotmoe.export.architectures import FORMATS
-from dotmoe.granularity import Granularity
-from dotmoe.layout import DROPPED
-from dotmoe.load import LoadConfig, describe_dense, load_dense
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import DROPPED
 from dotmoe.models.family import FAMILIES
+from dotmoe.models.load import LoadConfig, describe_dense, load_dense
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 from runs import FORMATS_OF, FORMATS_OF_KIN, GRANITE_FACTORS, rope, weights_of
 

@@ -6,10 +6,10 @@ import torch
 pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 
-from dotmoe.errors import UserError, VerificationError
+from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.export import gguf_format
-from dotmoe.llama_cpp import LlamaCppModel
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.export.llama_cpp import LlamaCppModel
+from dotmoe.models.load import LoadConfig, load_dense
 from export.comparison import logits_of, masked_logits, relative_error
 from runs import LLAMA3_ROPE, rope
 

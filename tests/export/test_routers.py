@@ -19,7 +19,7 @@ from dotmoe.export.routers import (
     runtimes_of,
     scale_routers,
 )
-from dotmoe.moe.masked import masked_by
+from dotmoe.method.masked import masked_by
 
 EXPERTS, ACTIVE, WIDTH = 24, 5, 64
 STOCK_ROUTERS = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "flex_olmo")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
 from dotmoe.export.format import TensorSpec
 from dotmoe.export.transformers_format import write_checkpoint
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dotmoe.checkpoint import Tensors
-from dotmoe.errors import VerificationError
+from dotmoe.common.errors import VerificationError
 from dotmoe.export import ExportConfig, ExportRecord, GgufConfig, export, routers
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.format import Conversion
 from dotmoe.export.verify import binary_gate_ffn, problems, sample_tokens
-from dotmoe.load import describe_dense
-from dotmoe.moe.masked import neuron_mask
+from dotmoe.method.masked import neuron_mask
+from dotmoe.models.checkpoint import Tensors
+from dotmoe.models.load import describe_dense
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from two_ranks import unloaded_dense
 
-from dotmoe.data import TokenBlocks
-from dotmoe.distributed import fsdp_mesh
-from dotmoe.finetuning import FinetuneConfig, Student
+from dotmoe.common.distributed import fsdp_mesh
+from dotmoe.method.finetuning import FinetuneConfig, Student
+from dotmoe.text.blocks import TokenBlocks
 
 
 @pytest.fixture

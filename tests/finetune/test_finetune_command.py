@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dotmoe.cli import run
-from dotmoe.config import finetune_recipe
-from dotmoe.data import TokenBlocks
-from dotmoe.evaluate.models import stock_nats
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.masked import masked_by
+from dotmoe.measure.evaluate.models import stock_nats
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.masked import masked_by
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.run.config import finetune_recipe
+from dotmoe.text.blocks import TokenBlocks
 from runs import torchrun
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
@@ -58,7 +58,7 @@ def test_a_run_is_finetuned_measured_and_exported_again(finished, tmp_path, caps
 
 
 def test_lora_without_its_package_is_refused(finished, tmp_path, command, monkeypatch):
-    monkeypatch.setattr("dotmoe.errors.find_spec", lambda name: None)
+    monkeypatch.setattr("dotmoe.common.errors.find_spec", lambda name: None)
     refused = command("finetune", finished.folder, tmp_path / "out", train="lora").refusal()
     assert "pip install -e '.[lora]'" in refused
     assert not list(tmp_path.iterdir())

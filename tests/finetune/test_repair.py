@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dotmoe.checkpoint import on_disk
 from dotmoe.cli import run
-from dotmoe.data import TokenBlocks
-from dotmoe.finetuning import trained_model
-from dotmoe.finetuning.repair import RIDGES, RepairConfig, repair
-from dotmoe.finished_run import FinishedRun
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, left_on_disk, load_described
+from dotmoe.measure.report import RunResults
+from dotmoe.method.finetuning import trained_model
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.masked import masked_by
+from dotmoe.method.repair import RIDGES, RepairConfig, repair
+from dotmoe.models import on_disk
 from dotmoe.models.family import TARGETS
-from dotmoe.moe.masked import masked_by
-from dotmoe.report import RunResults
+from dotmoe.models.load import LoadConfig, left_on_disk, load_described
+from dotmoe.run.finished import FinishedRun
+from dotmoe.text.blocks import TokenBlocks
 from heads.families import FAMILIES, head_layout
 from runs import TINY_CONVERT, Forked, TinyRun, torchrun
 

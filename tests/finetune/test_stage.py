@@ -9,9 +9,9 @@ import two_ranks
 from safetensors.torch import load_file
 from two_ranks import CONFIG
 
-from dotmoe.finetuning import finetune
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, describe_dense
+from dotmoe.method.finetuning import finetune
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.models.load import LoadConfig, describe_dense
 from dotmoe.training.loop import TrainingConfig
 from runs import torchrun, weights_of
 

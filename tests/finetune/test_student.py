@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from two_ranks import unloaded_dense
 
-from dotmoe.distributed import fsdp_mesh, full_tensor, local_part
-from dotmoe.finetuning import FinetuneConfig, Finetuning, Student, write_student
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.common.distributed import fsdp_mesh, full_tensor, local_part
+from dotmoe.method.finetuning import FinetuneConfig, Finetuning, Student, write_student
+from dotmoe.method.masked import masked_by
+from dotmoe.method.objective import hidden_states
 from dotmoe.models.family import FAMILIES
-from dotmoe.moe.masked import masked_by
-from dotmoe.moe.objective import hidden_states
+from dotmoe.models.load import LoadConfig, load_dense
 from dotmoe.training.loop import train
 from runs import weights_of
 

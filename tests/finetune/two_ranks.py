@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from dotmoe.data import TokenBlocks
-from dotmoe.distributed import num_ranks, process_group
-from dotmoe.finetuning import FinetuneConfig, finetune
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, describe_dense
+from dotmoe.common.distributed import num_ranks, process_group
+from dotmoe.method.finetuning import FinetuneConfig, finetune
+from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.family import meta_model
+from dotmoe.models.load import LoadConfig, describe_dense
+from dotmoe.text.blocks import TokenBlocks
 
 CONFIG = FinetuneConfig(
     steps=4, batch_size=4, micro_batch_size=1, lr=1e-3, max_epochs=10, kl_weight=0.5

@@ -2,7 +2,7 @@
 
 import torch
 
-from dotmoe.layout import ExpertLayout
+from dotmoe.method.layout import ExpertLayout
 from runs import GRANITE_FACTORS
 
 FAMILIES = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.align import AlignConfig, Alignment, align
-from dotmoe.calibrate import CalibrateConfig, calibrate
-from dotmoe.data import TokenBlocks
-from dotmoe.granularity import ExpertsConfig, splits_of
-from dotmoe.layout import AssignmentConfig
+from dotmoe.method.align import AlignConfig, Alignment, align
+from dotmoe.method.calibrate import CalibrateConfig, calibrate
+from dotmoe.method.granularity import ExpertsConfig, splits_of
+from dotmoe.method.layout import AssignmentConfig
+from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import TrainingConfig
 from runs import TINY_CONVERT, TinyRun
 

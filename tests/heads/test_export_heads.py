@@ -12,9 +12,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from dotmoe.bench import weights_of
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
 from dotmoe.export.record import set_active_experts
+from dotmoe.measure.bench import weights_of
 from export.comparison import masked_logits, stock_logits
 from heads.families import FAMILIES, head_layout
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dotmoe.calibrate import block_inputs
-from dotmoe.moe.masked import masked_by, unit_mask
+from dotmoe.method.calibrate import block_inputs
+from dotmoe.method.masked import masked_by, unit_mask
 from heads.families import FAMILIES, head_layout
 
 

@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.inspection import InspectConfig, inspect_model
-from dotmoe.inspection.planner import Accelerator
-from dotmoe.inspection.sizes import Sizes, Step
+from dotmoe.measure.inspection import InspectConfig, inspect_model
+from dotmoe.measure.inspection.planner import Accelerator
+from dotmoe.measure.inspection.sizes import Sizes, Step
+from dotmoe.method.granularity import ExpertsConfig, resolve
+from dotmoe.method.masked import Masking, masked_ffn
 from dotmoe.models.family import family_of
-from dotmoe.moe.masked import Masking, masked_ffn
 
 HERE = Accelerator(
     name="this CPU",

@@ -11,10 +11,10 @@ from rich.console import Console
 from transformers import AutoConfig, GraniteConfig
 
 from dotmoe.cli import run
-from dotmoe.errors import UserError
-from dotmoe.inspection import stored_dtype
-from dotmoe.inspection.tables import render
-from dotmoe.tables import in_bytes
+from dotmoe.common.errors import UserError
+from dotmoe.common.tables import in_bytes
+from dotmoe.measure.inspection import stored_dtype
+from dotmoe.measure.inspection.tables import render
 
 EXACT = [
     "8,030,261,248",  # published

@@ -9,8 +9,14 @@ from inspected_models import inspection, llama_3_8b, sizes, step, tiny
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dotmoe.inspection.planner import ACCELERATORS, USABLE_SHARE, most_at_once, products, traffic
-from dotmoe.inspection.sizes import gathered, step_memory
+from dotmoe.measure.inspection.planner import (
+    ACCELERATORS,
+    USABLE_SHARE,
+    most_at_once,
+    products,
+    traffic,
+)
+from dotmoe.measure.inspection.sizes import gathered, step_memory
 from dotmoe.models.family import family_of, meta_model
 
 RANKS = 8

@@ -6,14 +6,14 @@ from inspected_models import TINY, inspection, llama_3_8b, masked_model, sizes, 
 from torch.profiler import ProfilerActivity, profile
 from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
-from dotmoe.align import AlignConfig, Alignment
-from dotmoe.data import TokenBlocks
-from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.inspection.sizes import disk, exported_bytes, kept_per_token, step_memory
-from dotmoe.layout import AlignState, AssignmentConfig
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.measure.inspection.sizes import disk, exported_bytes, kept_per_token, step_memory
+from dotmoe.method.align import AlignConfig, Alignment
+from dotmoe.method.granularity import ExpertsConfig, resolve
+from dotmoe.method.layout import AlignState, AssignmentConfig
+from dotmoe.method.masked import masked, recomputing
 from dotmoe.models.family import meta_model
-from dotmoe.moe.masked import masked, recomputing
+from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.text.blocks import TokenBlocks
 
 E, K, ROWS, LENGTH = 16, 4, 4, 128
 KEPT = "activations kept for the backward"

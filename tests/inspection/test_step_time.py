@@ -9,9 +9,7 @@ from inspected_models import masked_model, sizes, step, tiny
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dotmoe.data import TokenBlocks
-from dotmoe.finetuning.repair import RepairConfig, repair
-from dotmoe.inspection.planner import (
+from dotmoe.measure.inspection.planner import (
     ON_CPU,
     Accelerator,
     bytes_moved,
@@ -20,6 +18,8 @@ from dotmoe.inspection.planner import (
     repair_flops,
     seconds,
 )
+from dotmoe.method.repair import RepairConfig, repair
+from dotmoe.text.blocks import TokenBlocks
 
 RECORD = json.loads(
     (Path(__file__).resolve().parents[2] / "results" / "planner_check.json").read_text()

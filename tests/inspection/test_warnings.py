@@ -5,8 +5,8 @@ import torch
 from inspected_models import inspection, tiny
 from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config
 
-from dotmoe.granularity import Granularity
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.method.granularity import Granularity
+from dotmoe.models.load import LoadConfig, load_dense
 
 
 def silent(kind=LlamaConfig, **changes):

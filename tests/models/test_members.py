@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from dotmoe.checkpoint import EMBEDDING, HEAD, NORM, Tensors
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
 from dotmoe.export import ExportConfig, export
 from dotmoe.export.format import layer_names
+from dotmoe.method.masked import masked_by
+from dotmoe.models.checkpoint import EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.models.family import FAMILIES, MOE, WRAPPER, family_of
-from dotmoe.moe.masked import masked_by
 from runs import GRANITE_FACTORS
 
 WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}

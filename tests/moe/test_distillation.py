@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.moe import objective
-from dotmoe.moe.objective import IGNORED, distillation_loss, next_token_labels
+from dotmoe.method import objective
+from dotmoe.method.objective import IGNORED, distillation_loss, next_token_labels
 
 T, D, V = 11, 5, 17
 

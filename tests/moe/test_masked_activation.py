@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.moe.masked import masked_activation
+from dotmoe.method.masked import masked_activation
 
 SHAPE = T, N, E = 7, 12, 4
 

@@ -7,7 +7,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import expit
 
-from dotmoe.moe.router import (
+from dotmoe.method.router import (
     balance_loss,
     router_logits,
     soft_top_k,

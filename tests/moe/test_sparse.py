@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe import sparse
-from dotmoe.moe.router import Routing, soft_top_k, top_k_mask
-from dotmoe.moe.sparse import expert_sums, make_sparse
+from dotmoe.method import sparse
+from dotmoe.method.router import Routing, soft_top_k, top_k_mask
+from dotmoe.method.sparse import expert_sums, make_sparse
+from dotmoe.models.load import LoadConfig, load_dense
 
 EXPERTS, SIZE, WIDTH = 6, 16, 64
 

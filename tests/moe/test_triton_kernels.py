@@ -7,9 +7,9 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from test_masked_activation import gradients, in_float64, inputs
 
-from dotmoe.moe import masked, router, triton_kernels
-from dotmoe.moe.masked import masked_activation
-from dotmoe.moe.router import kernels_for, soft_top_k
+from dotmoe.method import masked, router, triton_kernels
+from dotmoe.method.masked import masked_activation
+from dotmoe.method.router import kernels_for, soft_top_k
 
 HAS_CUDA = torch.cuda.is_available()
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
 from dotmoe.models.family import DenseModel, family_of, meta_model, num_parameters
-from dotmoe.pruning import PRUNING, PruneInputs, by_curvature, prune, two_of_four
-from dotmoe.pruning.contract import made_up, threshold
-from dotmoe.pruning.disp_llm import disp_llm, gated, kept_parameters
-from dotmoe.pruning.llm_pruner import removed_parameters
-from dotmoe.pruning.modegpt import joint_rank
-from dotmoe.pruning.slicegpt import sliced, sliced_parameters
-from dotmoe.pruning.two_of_four import correcting, kept_of_four
+from dotmoe.rivals.pruning import PRUNING, PruneInputs, by_curvature, prune, two_of_four
+from dotmoe.rivals.pruning.contract import made_up, threshold
+from dotmoe.rivals.pruning.disp_llm import disp_llm, gated, kept_parameters
+from dotmoe.rivals.pruning.llm_pruner import removed_parameters
+from dotmoe.rivals.pruning.modegpt import joint_rank
+from dotmoe.rivals.pruning.slicegpt import sliced, sliced_parameters
+from dotmoe.rivals.pruning.two_of_four import correcting, kept_of_four
 from runs import TINY_CONVERT
 
 STOCK = [name for name in PRUNING if PRUNING[name].applied is None]

@@ -13,10 +13,10 @@ import torch
 from transformers import LlamaConfig
 
 from dotmoe.cli import COMMANDS, commands, run
-from dotmoe.compare import CompareConfig, SweepConfig, points_of, swept
-from dotmoe.config import RunConfig
-from dotmoe.inspection import InspectConfig, inspect_model
-from dotmoe.inspection.planner import Accelerator
+from dotmoe.measure.inspection import InspectConfig, inspect_model
+from dotmoe.measure.inspection.planner import Accelerator
+from dotmoe.pipeline.compare import CompareConfig, SweepConfig, points_of, swept
+from dotmoe.run.config import RunConfig
 from runs import TINY_CONVERT, TINY_FINETUNE, words
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dotmoe.cli import COMMANDS
-from dotmoe.files import write_json
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.common.files import write_json
+from dotmoe.models.load import LoadConfig, load_dense
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))

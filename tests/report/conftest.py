@@ -8,7 +8,7 @@ import pytest
 from pages import HOSTILE, ROOT, read_page
 
 from dotmoe.cli import run
-from dotmoe.report.page import html_report
+from dotmoe.measure.report.page import html_report
 from runs import TEXT
 
 TASKS = {

@@ -9,12 +9,12 @@ import pytest
 from pages import HOSTILE, ROOT, Page, read_page
 
 from dotmoe.cli import COMMANDS, run
-from dotmoe.errors import UserError
-from dotmoe.report import RunResults
-from dotmoe.report.page import html, html_report, markdown
-from dotmoe.report.plots import NO_PLOTS, draw_all
-from dotmoe.report.sections import verdict
-from dotmoe.tables import in_bytes
+from dotmoe.common.errors import UserError
+from dotmoe.common.tables import in_bytes
+from dotmoe.measure.report import RunResults
+from dotmoe.measure.report.page import html, html_report, markdown
+from dotmoe.measure.report.plots import NO_PLOTS, draw_all
+from dotmoe.measure.report.sections import verdict
 from runs import weights_of
 
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text())
@@ -235,7 +235,7 @@ def test_markdown_has_the_same_sections(found, page):
     ],
 )
 def test_a_damaged_file_is_one_line_and_no_page(measured, name, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("dotmoe.report.page.is_installed", lambda: False)  # plots take time
+    monkeypatch.setattr("dotmoe.measure.report.page.is_installed", lambda: False)  # plots take time
     path, page = measured / name, tmp_path / "a.html"
     before = path.read_text()
     damages = [before[: len(before) * 2 // 3], "[1, 2]\n"]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from dotmoe.baselines import METHODS
 from dotmoe.cli import run
-from dotmoe.pruning import PRUNING
-from dotmoe.report import RunResults
-from dotmoe.report.plots import PLOTS, WIDTH, as_svg, draw_all, draw_comparison
+from dotmoe.measure.report import RunResults
+from dotmoe.measure.report.plots import PLOTS, WIDTH, as_svg, draw_all, draw_comparison
+from dotmoe.rivals.baselines import METHODS
+from dotmoe.rivals.pruning import PRUNING
 
 pytest.importorskip("matplotlib")
 

@@ -12,13 +12,13 @@ import pytest
 from datasets import IterableDataset
 from safetensors.torch import load_file, save_file
 
-from dotmoe.checkpoint import fingerprint
-from dotmoe.config import FinetuneRunConfig, RunConfig
-from dotmoe.errors import UserError
-from dotmoe.options import identity
+from dotmoe.common.errors import UserError
+from dotmoe.common.options import identity
+from dotmoe.common.progress import Progress
+from dotmoe.models.checkpoint import fingerprint
 from dotmoe.pipeline import convert
-from dotmoe.progress import Progress
-from dotmoe.run_folder import RunFolder
+from dotmoe.run.config import FinetuneRunConfig, RunConfig
+from dotmoe.run.folder import RunFolder
 
 HOW = [
     *("out", "training", "load.device", "load.sharding", "align.activation_checkpointing"),

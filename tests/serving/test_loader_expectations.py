@@ -13,7 +13,7 @@ import pytest
 
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.transformers_format import limits_met
-from dotmoe.granularity import Granularity
+from dotmoe.method.granularity import Granularity
 from runs import LLAMA3_ROPE, rope, weights_of
 
 HERE = Path(__file__).parent

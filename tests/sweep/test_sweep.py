@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dotmoe.compare import SweepConfig, swept
+from dotmoe.pipeline.compare import SweepConfig, swept
 from runs import TINY_CONVERT
 
 OPTIONS = {key: value for key, value in TINY_CONVERT.items() if key != "expert_size"}

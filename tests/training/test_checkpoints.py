@@ -9,8 +9,8 @@ import torch
 from toy_tasks import Regression, metrics_in, trained, warnings_in
 
 from dotmoe.cli import message_of
-from dotmoe.errors import UserError
-from dotmoe.files import sha256_of
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import sha256_of
 from dotmoe.training import loop
 from dotmoe.training.folder import Checkpoints
 from dotmoe.training.loop import TrainingConfig
@@ -110,6 +110,6 @@ def test_a_checkpoint_is_read_once_when_it_is_written(tmp_path, monkeypatch):
         read.append(path.name)
         return sha256_of(path)
 
-    monkeypatch.setattr("dotmoe.files.sha256_of", remembered)
+    monkeypatch.setattr("dotmoe.common.files.sha256_of", remembered)
     Checkpoints(tmp_path).save(1, {"weight": torch.ones(3)}, {"step": 1})
     assert sorted(read) == [".metadata", TENSORS]

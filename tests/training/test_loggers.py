@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from toy_tasks import SCHEDULE, interrupt, lines_in, trained
 
-from dotmoe.config import recipe
-from dotmoe.errors import UserError
-from dotmoe.options import check
+from dotmoe.common.errors import UserError
+from dotmoe.common.options import check
+from dotmoe.run.config import recipe
 from dotmoe.training.loop import TrainingConfig
 
 
@@ -25,7 +25,7 @@ def wandb(monkeypatch):
 
     errors = SimpleNamespace(Error=RuntimeError)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=errors))
-    monkeypatch.setattr("dotmoe.errors.find_spec", lambda package: True)
+    monkeypatch.setattr("dotmoe.common.errors.find_spec", lambda package: True)
     return calls
 
 
@@ -60,7 +60,7 @@ def test_wandb_goes_on_with_the_same_run(tmp_path, wandb):
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_is_said_before_anything_is_loaded(name, monkeypatch):
-    monkeypatch.setattr("dotmoe.errors.find_spec", lambda package: None)
+    monkeypatch.setattr("dotmoe.common.errors.find_spec", lambda package: None)
     training = TrainingConfig(log_to=(name,))
     with pytest.raises(UserError, match=rf"log_to {name} needs the {name} package, .*\.\[{name}\]"):
         check(replace(recipe("quickstart"), training=training))

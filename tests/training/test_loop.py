@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from toy_tasks import SCHEDULE, Regression, interrupt, metrics_in, trained
 
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
 
 
 def test_killed_and_resumed_is_bit_identical_to_uninterrupted(tmp_path):

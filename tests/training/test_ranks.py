@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from toy_tasks import Regression
 
-from dotmoe.distributed import divided, mesh, rank
-from dotmoe.errors import Interrupted, UserError
+from dotmoe.common.distributed import divided, mesh, rank
+from dotmoe.common.errors import Interrupted, UserError
 from dotmoe.training.folder import Checkpoints
 from dotmoe.training.loop import TrainingConfig, train
 

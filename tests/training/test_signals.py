@@ -8,7 +8,7 @@ import torch
 from toy_tasks import metrics_in, trained
 
 from dotmoe.cli import run
-from dotmoe.errors import Interrupted
+from dotmoe.common.errors import Interrupted
 from dotmoe.training.folder import Checkpoints
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy_tasks import SCHEDULE, Regression, interrupt, metrics_in, trained, warnings_in
 
-from dotmoe.errors import UserError
+from dotmoe.common.errors import UserError
 from dotmoe.training import loop
 from dotmoe.training.loop import LossWatch, TrainingConfig, adamw
 

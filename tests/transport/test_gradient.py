@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from dotmoe.transport import balanced_plan, sinkhorn
-from dotmoe.transport.newton import _ImplicitPlan, factored
+from dotmoe.method.transport import balanced_plan, sinkhorn
+from dotmoe.method.transport.newton import _ImplicitPlan, factored
 from runs import affinity
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from dotmoe.transport import balanced_plan, greedy_assignment, newton, sinkhorn
+from dotmoe.method.transport import balanced_plan, greedy_assignment, newton, sinkhorn
 from runs import affinity
 
 SHAPES = [(512, 16), (24, 6), (40, 2), (30, 30), (7, 1)]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dotmoe.transport import balanced_plan, greedy_assignment
+from dotmoe.method.transport import balanced_plan, greedy_assignment
 
 
 def serial(plan, capacity):

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from dotmoe.transport import sinkhorn
+from dotmoe.method.transport import sinkhorn
 from runs import affinity
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from dotmoe import __version__
-from dotmoe.errors import Interrupted, RankError, UserError, nearest, one_line
+from dotmoe.common.errors import Interrupted, RankError, UserError, nearest, one_line
 
 
 class Command(NamedTuple):
@@ -105,8 +105,8 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
     elif name == "--version":
         print(f"dotmoe {__version__}")
     elif name in COMMANDS:
-        from dotmoe.checkpoint.on_disk import quiet_transformers
         from dotmoe.cli import commands
+        from dotmoe.models.on_disk import quiet_transformers
 
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         with quiet_transformers():

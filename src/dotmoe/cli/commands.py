@@ -19,29 +19,29 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from dotmoe import bench
-from dotmoe.analyse import analyse
-from dotmoe.analyse.run import AnalyseConfig
 from dotmoe.cli import COMMANDS
-from dotmoe.compare import CompareConfig, SweepConfig, compare, sweep, table
-from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, recipe_of
-from dotmoe.errors import UserError, nearest
-from dotmoe.evaluate import MEASUREMENTS, evaluate
-from dotmoe.evaluate.models import EvaluateConfig, gguf_file
+from dotmoe.cli.quickstart import QuickstartConfig, quickstart
+from dotmoe.common.errors import UserError, nearest
+from dotmoe.common.files import read_json
+from dotmoe.common.options import at_least, check, from_values
+from dotmoe.common.progress import Progress
+from dotmoe.common.tables import Table, to_rich
 from dotmoe.export.architectures import explained
 from dotmoe.export.record import set_active_experts
-from dotmoe.files import read_json
-from dotmoe.inspection import InspectConfig, inspect_model, stored_dtype
-from dotmoe.inspection.tables import render
-from dotmoe.load import dense_config
-from dotmoe.options import at_least, check, from_values
+from dotmoe.measure import bench
+from dotmoe.measure.analyse import analyse
+from dotmoe.measure.analyse.run import AnalyseConfig
+from dotmoe.measure.evaluate import MEASUREMENTS, evaluate
+from dotmoe.measure.evaluate.models import EvaluateConfig, gguf_file
+from dotmoe.measure.inspection import InspectConfig, inspect_model, stored_dtype
+from dotmoe.measure.inspection.tables import render
+from dotmoe.measure.report import page, plots
+from dotmoe.models.load import dense_config
 from dotmoe.pipeline import Conversion, convert, finetune
-from dotmoe.progress import Progress
-from dotmoe.quickstart import QuickstartConfig, quickstart
-from dotmoe.reexport import ReexportConfig, reexport
-from dotmoe.report import page, plots
-from dotmoe.run_folder import export_folder
-from dotmoe.tables import Table, to_rich
+from dotmoe.pipeline.compare import CompareConfig, SweepConfig, compare, sweep, table
+from dotmoe.pipeline.reexport import ReexportConfig, reexport
+from dotmoe.run.config import RECIPES, FinetuneRunConfig, RunConfig, recipe_of
+from dotmoe.run.folder import export_folder
 
 Config = TypeVar("Config")
 

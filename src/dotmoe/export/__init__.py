@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dotmoe.checkpoint import Tensors
-from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.checkpoint.tokenizer import tokenizer_notes
-from dotmoe.errors import UserError, VerificationError
+from dotmoe.common.errors import UserError, VerificationError
+from dotmoe.common.files import complete_folder, new_folder
+from dotmoe.common.progress import Update, no_update
+from dotmoe.common.worker import WorkerDiedError
 from dotmoe.export.architectures import GGUF_NAMES, format_for
 from dotmoe.export.format import (
     EXPORTED,
@@ -23,12 +23,12 @@ from dotmoe.export.format import (
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
-from dotmoe.files import complete_folder, new_folder
-from dotmoe.granularity import Granularity, joined, parts_of
-from dotmoe.layout import ExpertLayout
+from dotmoe.method.granularity import Granularity, joined, parts_of
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel
-from dotmoe.progress import Update, no_update
-from dotmoe.worker import WorkerDiedError
+from dotmoe.models.on_disk import on_disk
+from dotmoe.models.tokenizer import tokenizer_notes
 
 _WIDENED = (
     "The dense weights are float16, which cannot hold the scaled routers; they are written as "

@@ -16,13 +16,13 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dotmoe.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
-from dotmoe.errors import UserError
-from dotmoe.granularity import Granularity
-from dotmoe.layout import ExpertLayout
+from dotmoe.common.errors import UserError
+from dotmoe.common.options import above, at_least
+from dotmoe.common.progress import Update, no_update
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.models.family import DenseModel, Multipliers
-from dotmoe.options import above, at_least
-from dotmoe.progress import Update, no_update
 
 BLOCKS = {name: (1, dtype.itemsize) for name, dtype in DTYPES.items()}
 BLOCKS |= {"Q8_0": (32, 34), "Q4_0": (32, 18)}

@@ -12,17 +12,17 @@ from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
 from jaxtyping import Int
 from torch import Tensor
 
-from dotmoe import llama_cpp
-from dotmoe.checkpoint.from_gguf import GgufFile
-from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.checkpoint.tokenizer import PROBES
-from dotmoe.errors import UserError, VerificationError
+from dotmoe.common.errors import UserError, VerificationError
+from dotmoe.common.files import require_finite, require_free
+from dotmoe.common.progress import Update, no_update
+from dotmoe.export import llama_cpp
 from dotmoe.export.format import Conversion, TensorSpec
 from dotmoe.export.routers import beyond
 from dotmoe.export.verify import logits_error, logits_of, top1_agreement
-from dotmoe.files import require_finite, require_free
-from dotmoe.moe.masked import masked_by
-from dotmoe.progress import Update, no_update
+from dotmoe.method.masked import masked_by
+from dotmoe.models.from_gguf import GgufFile
+from dotmoe.models.on_disk import on_disk
+from dotmoe.models.tokenizer import PROBES
 
 if TYPE_CHECKING:
     from dotmoe.export.gguf_format import GgufFormat

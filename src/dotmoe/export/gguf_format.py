@@ -31,9 +31,9 @@ from dotmoe.export.format import (
     shared_experts,
 )
 from dotmoe.export.gguf_file import check_gguf, write_gguf
+from dotmoe.export.llama_cpp import most_active_experts_of
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
-from dotmoe.granularity import Granularity
-from dotmoe.llama_cpp import most_active_experts_of
+from dotmoe.method.granularity import Granularity
 from dotmoe.models.family import DenseModel
 
 SOFTMAX_OF_CHOSEN = 3

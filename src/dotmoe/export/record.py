@@ -10,9 +10,8 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from dotmoe import __version__
-from dotmoe.errors import UserError, require_package
-from dotmoe.export.format import Conversion, Format
-from dotmoe.files import (
+from dotmoe.common.errors import UserError, require_package
+from dotmoe.common.files import (
     Checksum,
     checksums,
     complete_folder,
@@ -23,9 +22,10 @@ from dotmoe.files import (
     with_checksum,
     write_json,
 )
-from dotmoe.granularity import Granularity, count_parameters
+from dotmoe.common.tables import Table, figure, percent, to_markdown
+from dotmoe.export.format import Conversion, Format
+from dotmoe.method.granularity import Granularity, count_parameters
 from dotmoe.models.family import TARGETS
-from dotmoe.tables import Table, figure, percent, to_markdown
 
 RECORD_FILE = "dotmoe.json"
 CONFIG_FILE = "config.json"

@@ -16,10 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dotmoe.export.format import Gating
-from dotmoe.layout import ExpertLayout
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.masked import input_hooks, masked_by
+from dotmoe.method.router import router_logits
 from dotmoe.models.family import TARGETS, DenseModel
-from dotmoe.moe.masked import input_hooks, masked_by
-from dotmoe.moe.router import router_logits
 
 LOG2_SCALED_STD = -10.7
 """Target of log2(std(logits) 2^-p)."""

@@ -18,9 +18,9 @@ from typing import Any, Literal
 from gguf import TokenType
 from tokenizers import Regex, pre_tokenizers
 
-from dotmoe.checkpoint.tokenizer import random_text
-from dotmoe.files import Values
+from dotmoe.common.files import Values
 from dotmoe.models.family import DenseModel
+from dotmoe.models.tokenizer import random_text
 
 _FILE = Path(__file__).with_name("tokenizer_rules.toml")
 RULES: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))

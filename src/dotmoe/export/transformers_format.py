@@ -12,14 +12,14 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from dotmoe.checkpoint import DTYPES
-from dotmoe.checkpoint.tokenizer import copy_tokenizer
+from dotmoe.common.files import require_finite, require_free, write_json
+from dotmoe.common.progress import Update, no_update
 from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec
 from dotmoe.export.verify import verify
-from dotmoe.files import require_finite, require_free, write_json
-from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
+from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity
+from dotmoe.models.checkpoint import DTYPES
 from dotmoe.models.family import DenseModel
-from dotmoe.progress import Update, no_update
+from dotmoe.models.tokenizer import copy_tokenizer
 
 _COPIED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dotmoe.checkpoint.on_disk import exported_on_disk, on_disk
-from dotmoe.errors import UserError, VerificationError
+from dotmoe.common.errors import UserError, VerificationError
+from dotmoe.common.files import read_json
 from dotmoe.export.format import Conversion
 from dotmoe.export.routers import MISROUTED, beyond, largest_share, misrouted_share, outliers_in
-from dotmoe.files import read_json
-from dotmoe.granularity import parts_of
-from dotmoe.layout import ExpertLayout
+from dotmoe.method.granularity import parts_of
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.masked import input_hooks, neuron_mask, routed
 from dotmoe.models.family import TARGETS
-from dotmoe.moe.masked import input_hooks, neuron_mask, routed
+from dotmoe.models.on_disk import exported_on_disk, on_disk
 
 if TYPE_CHECKING:
     from dotmoe.export.transformers_format import TransformersFormat

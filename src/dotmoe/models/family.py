@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from dotmoe.errors import UserError, nearest
+from dotmoe.common.errors import UserError, nearest
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dotmoe.distributed import broadcast_from_rank_zero, is_rank_zero
-from dotmoe.errors import UserError, one_line
-from dotmoe.files import (
+from dotmoe.common.distributed import broadcast_from_rank_zero, is_rank_zero
+from dotmoe.common.errors import UserError, one_line
+from dotmoe.common.files import (
     DamagedError,
     checksums,
     complete_folder,

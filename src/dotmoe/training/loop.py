@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from dotmoe.distributed import (
+from dotmoe.common.distributed import (
     full_tensor,
     is_rank_zero,
     num_ranks,
     raise_on_all_ranks,
     sum_over_ranks,
 )
-from dotmoe.errors import Interrupted, UserError, require_package
-from dotmoe.options import at_least
+from dotmoe.common.errors import Interrupted, UserError, require_package
+from dotmoe.common.options import at_least
 from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, loggers
 
 logger = logging.getLogger(__name__)

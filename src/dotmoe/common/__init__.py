@@ -1,0 +1,1 @@
+"""Files, ranks, options, tables, progress and errors; nothing of models."""

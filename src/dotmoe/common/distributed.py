@@ -1,0 +1,229 @@
+"""The device, and communication between torchrun's ranks; without torchrun there is one rank."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dotmoe.common.errors import RankError, UserError, one_line
+
+Result = TypeVar("Result")
+
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+class _ReportedElsewhereError(UserError):
+    """An error that another rank reports as well."""
+
+
+def resolved_device(name: str) -> torch.device:
+    """The device that `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N` means here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
+        raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda or cuda:N. Name one.")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device is {name!r}, which this machine does not have ({one_line(error)[:160]}). "
+            "Choose auto, cpu or cuda."
+        ) from error
+    return torch.device(name)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory: of the GPU, or of this machine for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def rank() -> int:
+    """Number of this process among the ranks, 0 to `num_ranks() - 1`."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """How many processes work together; 1 without torchrun."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_rank_zero() -> bool:
+    """Whether this is the rank that writes files and prints."""
+    return rank() == 0
+
+
+def started_by_torchrun() -> bool:
+    """Whether torchrun's environment names more than one rank."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def require_one_process(what: str) -> None:
+    """Raise a `UserError` for `what` if torchrun started several ranks."""
+    if started_by_torchrun():
+        raise UserError(
+            f"{what} runs in one process, but torchrun started several. Start without torchrun."
+        )
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Within this context, torchrun's ranks form one group; without torchrun nothing happens.
+
+    On CUDA each rank takes the GPU of its local rank. Raises a `UserError` if another rank has
+    gone; a `UserError` in the block that rank 0 does not know of becomes a `RankError`.
+    """
+    if not started_by_torchrun() or dist.is_initialized():
+        yield
+        return
+    if device.type == "cuda":
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise RankError(
+                f"rank {local_rank} of this machine has no GPU: there are {num_gpus}. Start "
+                f"torchrun with --nproc-per-node {num_gpus}."
+            )
+        torch.cuda.set_device(local_rank)
+    # Rank 0 tokenises alone, which can take hours; if a rank has died, torchrun ends the others.
+    dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(days=1))
+    if not is_rank_zero():
+        logging.disable(logging.WARNING)  # rank 0 warns of the same
+    try:
+        yield
+    except UserError as error:
+        if is_rank_zero() or isinstance(error, _ReportedElsewhereError):
+            raise
+        raise RankError(f"rank {rank()}: {error}") from error
+    except RuntimeError as error:
+        # NCCL and the store have error types of their own; gloo's are known by their source file.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        raise UserError("another rank has gone; its own message gives the cause to fix.") from error
+    finally:
+        logging.disable(logging.NOTSET)
+        dist.destroy_process_group()
+
+
+def mesh(device: torch.device) -> DeviceMesh | None:
+    """One-dimensional mesh of all ranks, to shard over; None if there is one rank."""
+    return init_device_mesh(device.type, (num_ranks(),)) if num_ranks() > 1 else None
+
+
+@contextmanager
+def fsdp_mesh(device: torch.device, *, shard: bool) -> Iterator[DeviceMesh]:
+    """Within this context, the mesh for FSDP2: ranks hold shards (`shard`) or whole tensors.
+
+    A process without a group gets one of its own while the block lasts.
+    """
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group(_BACKENDS[device.type], store=HashStore(), rank=0, world_size=1)
+    try:
+        shape = (num_ranks(),) if shard else (num_ranks(), 1)
+        names = ("shard",) if shard else ("replicate", "shard")
+        yield init_device_mesh(device.type, shape, mesh_dim_names=names)
+    finally:
+        if is_alone:
+            dist.destroy_process_group()
+
+
+def require_equal_shares(batch_size: int) -> None:
+    """Refuse a batch that the ranks cannot share equally."""
+    if batch_size % num_ranks():
+        raise UserError(
+            f"batch_size is {batch_size}, but {num_ranks()} ranks must share it equally. "
+            f"Choose a multiple of {num_ranks()}."
+        )
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum a tensor over ranks in place and return it, with the same bits on every rank."""
+    if num_ranks() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def raise_on_all_ranks(make: Callable[[], Result]) -> Result:
+    """Run `make` on every rank; if it fails on one, every rank raises, with that rank's message.
+
+    `make` must not communicate: a rank that fails would leave the others waiting.
+    """
+    if num_ranks() == 1:
+        return make()
+    own: Exception | None = None
+    try:
+        result = make()
+    except Exception as error:  # noqa: BLE001  (reported to every rank and raised there)
+        own = error
+    failures: list[str | None] = [None] * num_ranks()
+    dist.all_gather_object(failures, None if own is None else str(own) or type(own).__name__)
+    failed = [f"rank {number}: {text}" for number, text in enumerate(failures) if text is not None]
+    if not failed:
+        return result
+    if own is not None and (is_rank_zero() or not isinstance(own, UserError)):
+        raise own
+    raise UserError(failed[0]) if is_rank_zero() else _ReportedElsewhereError(failed[0])
+
+
+def broadcast_from_rank_zero(make: Callable[[], Result]) -> Result:
+    """Run `make` on rank 0 alone; every rank gets its result, pickled, or its error."""
+    results = [raise_on_all_ranks(lambda: make() if is_rank_zero() else None)]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(results, src=0)
+    return results[0]  # type: ignore[return-value]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; all ranks must call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """Rows that this rank holds of a tensor that may be sharded."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, len(tensor))
+    layout = tensor.shape, tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(*layout)
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def divided(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
+    """A copy of a tensor that is equal on all ranks, its rows sharded as `torch.chunk` cuts."""
+    if ranks is None:
+        return whole.clone()
+    return distribute_tensor(whole.clone(), ranks, [Shard(0)], src_data_rank=None)
+
+
+def as_divided(part: Tensor, length: int, ranks: DeviceMesh | None) -> Tensor:
+    """A sharded tensor of `length` rows from the `part` of each rank; with one rank, `part`."""
+    if ranks is None:
+        return part
+    whole = torch.empty(length, *part.shape[1:], device="meta")
+    return DTensor.from_local(
+        part, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def summed_rows(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
+    """This rank's rows of the sum of `whole` over ranks; with one rank, `whole` itself."""
+    if ranks is None:
+        return whole
+    partial = DTensor.from_local(whole, ranks, [Partial()], run_check=False)
+    return partial.redistribute(placements=[Shard(0)]).to_local()

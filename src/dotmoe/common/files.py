@@ -1,0 +1,224 @@
+"""Atomic writes of files and folders, checksums that detect damage, and locks."""
+
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from dotmoe.common.errors import UserError, one_line
+
+logger = logging.getLogger(__name__)
+
+Values = dict[str, Any]
+"""A JSON object."""
+Checksum = dict[str, Any]
+"""Record of one file: its size in `bytes` and its `sha256`."""
+
+
+def is_finite(tensor: Any) -> bool:
+    """Whether a tensor has neither NaN nor infinity."""
+    # Minimum and maximum suffice, without memory of the tensor's size.
+    return tensor.numel() == 0 or all(map(math.isfinite, tensor.aminmax()))
+
+
+def require_finite(name: str, tensor: Any, path: Path) -> None:
+    """Refuse to write a tensor with NaN or infinity to `path`."""
+    if not is_finite(tensor):
+        raise UserError(
+            f"{name} would contain NaN or infinity as {tensor.dtype}, so it is not written to "
+            f"{path}. Compute with --dtype float32, and report a bug if that does not help."
+        )
+
+
+def save_tensors(tensors: Mapping[str, Any], path: Path, **metadata: str) -> None:
+    """Write a safetensors file, from any device; refuses tensors that are not finite."""
+    from safetensors.torch import save_file  # imports torch
+
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        require_finite(name, tensor, path)
+    save_file(tensors, path, metadata=metadata or None)
+
+
+class DamagedError(UserError):
+    """A file is missing, truncated or altered; the message names it."""
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically, and its folder: temporary name, sync, rename, sync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON object atomically, in a folder that is made if it is missing."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; anything else is a `DamagedError`."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DamagedError(f"{path} is not JSON ({one_line(error)})") from error
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path} must hold one JSON object")
+    return values
+
+
+def with_checksum(values: Mapping[str, Any]) -> str:
+    """JSON text of an object with the SHA-256 of its content, for `read_with_checksum`."""
+    plain = json.loads(json.dumps(values))  # as it will be read: keys are text, tuples are lists
+    return json.dumps({**plain, "sha256": content_sha256(plain)}, indent=2) + "\n"
+
+
+def read_with_checksum(path: Path) -> dict[str, Any]:
+    """The object that `with_checksum` wrote, without its checksum; `DamagedError` if altered."""
+    values = read_json(path)
+    if values.pop("sha256", None) != content_sha256(values):
+        raise DamagedError(f"{path} has been altered: its checksum does not match its content")
+    return values
+
+
+def content_sha256(values: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON object, whatever the order of its keys."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
+    """Size and SHA-256 of files, by their paths below `folder` with `/` between folders."""
+
+    def checksum(name: str) -> tuple[str, Checksum]:
+        path = folder / name
+        return name, {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+    with ThreadPoolExecutor() as threads:
+        return dict(threads.map(checksum, sorted(names)))
+
+
+def damage_in(
+    folder: Path, expected: Mapping[str, Checksum], unread: Container[str] = ()
+) -> str | None:
+    """One line about the first damaged file of those that `checksums` recorded; None if none is.
+
+    Sizes are compared first, so that a truncated file is found without reading the others; for
+    the files in `unread` only the size is compared.
+    """
+    for name, checksum in expected.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != checksum["bytes"]:
+            return f"{path} is damaged: {size} of {checksum['bytes']} bytes"
+    for name, checksum in checksums(folder, (n for n in expected if n not in unread)).items():
+        if checksum != expected[name]:
+            return f"{folder / name} has been altered: its SHA-256 differs from the recorded one"
+    return None
+
+
+@contextmanager
+def locked(file: Path, refusal: str) -> Iterator[None]:
+    """Within this context, hold a lock; another process gets a `UserError` with `refusal`."""
+    lock = FileLock(file, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(refusal) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
+        logger.warning("%s cannot be locked: do not start a second process there", file.parent)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def new_folder(out: Path) -> Path:
+    """Resolved path for a new folder; its parent is created if it does not exist.
+
+    Raises a `UserError` if the path exists and is not an empty folder.
+    """
+    out = out.resolve()  # a link to an empty folder on another disk stays; its target is used
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already. Remove it, or choose another folder.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+@contextmanager
+def complete_folder(out: Path) -> Iterator[Path]:
+    """Within this context, write to a sibling `.OUT.partial`; without error it becomes `out`.
+
+    So `out` is never half-written, even after a power cut. Raises a `UserError` as `new_folder`
+    does, or if another process writes `out`.
+    """
+    out = new_folder(out)
+    partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
+    with locked(lock, f"{out} is being written by another process. Wait for it."):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+            partial.mkdir()
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+            sync(out.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def require_free(folder: Path, needed_bytes: int) -> None:
+    """Refuse to write `needed_bytes` to the disk of `folder` if they do not fit."""
+    if (free := shutil.disk_usage(folder).free) < needed_bytes:
+        raise UserError(
+            f"{needed_bytes:,} bytes are needed, but {free:,} are free in {folder}. "
+            "Make room, or choose another disk."
+        )

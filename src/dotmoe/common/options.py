@@ -1,0 +1,165 @@
+"""Checks and JSON form of config dataclasses, whose fields are annotated with their ranges:
+
+    checkpoint_every: Annotated[int, at_least(1), HOW] = 100
+
+Rules across fields go into a method `check_together()` that raises `UserError`.
+"""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from dotmoe.common.errors import UserError, nearest
+
+COMMAND = "command"
+"""Key in a config's JSON values that holds its command, for classes that define `command`."""
+
+HOW = object()
+"""Marks a field that affects how a result is made, not what it is; it may change on resume."""
+
+Config = TypeVar("Config")
+
+
+class Range(NamedTuple):
+    """Numbers that a field may have, or each number if the field is a tuple."""
+
+    words: str
+    contains: Callable[[float], bool]
+
+
+def above(low: float) -> Range:
+    """Numbers greater than `low`."""
+    return Range(f"above {low:g}", lambda number: number > low)
+
+
+def at_least(low: float) -> Range:
+    """`low` and greater numbers."""
+    return Range(f"at least {low:g}", lambda number: number >= low)
+
+
+def at_most(high: float) -> Range:
+    """`high` and smaller numbers."""
+    return Range(f"at most {high:g}", lambda number: number <= high)
+
+
+def between(low: float, high: float) -> Range:
+    """`low`, `high` and the numbers between."""
+    return Range(f"{low:g} to {high:g}", lambda number: low <= number <= high)
+
+
+def check(config: Any) -> None:
+    """Raise a `UserError` if a number in a config, or in a config nested in it, is out of range.
+
+    None is in every range, infinity in none. `check_together` then checks rules across fields.
+    """
+    for name, kind, marks in _fields(type(config)):
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(kind):
+            check(value)
+            continue
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            if not math.isfinite(number):
+                raise UserError(f"{name} is {number}, but it must be a finite number.")
+            for mark in marks:
+                if isinstance(mark, Range) and not mark.contains(number):
+                    raise UserError(f"{name} is {number}, but it must be {mark.words}.")
+    if hasattr(config, "check_together"):
+        config.check_together()
+
+
+def checked(config: Config) -> Config:
+    """A copy of a config made in Python, checked; lists as tuples, paths as text, no empty text."""
+    given = {name: value for name, value in values_of(config).items() if value != ""}
+    config = from_values(type(config), given, "the config")
+    check(config)
+    return config
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """A config, defaults included, as plain JSON values; with its command, if it has one."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    command = getattr(config, COMMAND, None)
+    return values if command is None else {COMMAND: command, **values}
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """A config's values without those marked `HOW`: equal for runs that have the same result."""
+    names = [name for name, _, marks in _fields(type(config)) if HOW not in marks]
+    values = {name: getattr(config, name) for name in names}
+    return {n: identity(v) if dataclasses.is_dataclass(v) else v for n, v in values.items()}
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The options that differ between two results of `identity`, as `name (old, not new)`."""
+    pairs = [(name, value, new[name]) for name, value in old.items() if value != new[name]]
+    nested = [each for _, a, b in pairs if isinstance(a, dict) for each in differences(a, b)]
+    return [f"{name} ({a}, not {b})" for name, a, b in pairs if not isinstance(a, dict)] + nested
+
+
+def from_values(cls: type[Config], values: Any, place: str) -> Config:
+    """A config from plain JSON values; missing fields take their defaults.
+
+    Raises a `UserError` for unknown fields, values of a wrong type, missing ones without a default,
+    and the config of another command. `place`, such as a file, is where the values come from.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{place} is {values!r}, but it must be a JSON object with its options.")
+    values, expected = dict(values), getattr(cls, COMMAND, None)
+    if expected is not None and (command := values.pop(COMMAND, expected)) != expected:
+        raise UserError(
+            f"{place} is the config of a dotmoe {command}, not of a dotmoe {expected}. "
+            "Use it with the command that wrote it, or choose another folder."
+        )
+    kinds = {name: kind for name, kind, _ in _fields(cls)}
+    for name, value in values.items():
+        if name not in kinds:
+            raise UserError(f"{name} in {place} is no option.{nearest(name, kinds)}")
+        values[name] = _value_of(kinds[name], value, name, place)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and field.name not in values:
+            raise UserError(f"{place} lacks {field.name}, which has no default. Add it.")
+    return cls(**values)
+
+
+def _fields(cls: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Yield name, type and marks of each dataclass field, with marks on parts of the type."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        hint, marks = hints[field.name], ()
+        if typing.get_origin(hint) is Annotated:
+            hint, marks = hint.__origin__, hint.__metadata__
+        for part in typing.get_args(hint):
+            marks += getattr(part, "__metadata__", ())
+        yield field.name, hint, marks
+
+
+def _value_of(kind: Any, value: Any, name: str, place: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return from_values(typing.cast(type[Any], kind), value, f"{name} of {place}")
+    plain = tuple(value) if isinstance(value, list) else value
+    if not _fits(plain, kind):
+        shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+        raise UserError(f"{name} in {place} is {value!r}, which is not {shown}.")
+    return plain
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _fits(value, parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is typing.Literal:
+        return value in parts
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)

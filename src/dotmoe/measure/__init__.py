@@ -1,0 +1,1 @@
+"""Measurements: evaluate, analyse, bench, inspect, and the report of a run."""

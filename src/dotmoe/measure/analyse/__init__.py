@@ -1,0 +1,130 @@
+"""Stage analyse: examine the experts of a finished run; writes `6_evaluate/analysis/NAME.json`."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from dotmoe.common.errors import UserError, nearest, require_package
+from dotmoe.common.files import Values, read_json, sha256_of, write_json
+from dotmoe.common.options import checked, values_of
+from dotmoe.common.progress import Progress
+from dotmoe.measure.analyse.experts import SEED, outputs_tsne, overlap, sensitivity, utilisation
+from dotmoe.measure.analyse.overhead import profile
+from dotmoe.measure.analyse.run import AnalyseConfig, AnalysedRun, Findings
+from dotmoe.run.folder import provenance
+
+FORM = 4
+"""Version of the result files. Raise it when their content changes, so that they are remade."""
+
+
+class Analysis(NamedTuple):
+    """One entry of `ANALYSES`."""
+
+    title: str
+    make: Callable[[AnalysedRun], Findings]
+    package: str | None = None
+    """Import name of the optional package that it needs, if any."""
+    of_text: bool = True
+    """Whether it analyses the held-out text; otherwise it analyses the alignment."""
+    targets: tuple[str, ...] = ("ffn", "both", "attention")
+    """Values of `--targets` that it supports."""
+
+
+ANALYSES = {
+    "expert_utilisation": Analysis("Share of the tokens that run each expert", utilisation),
+    "routing_overlap": Analysis("Similarity of the routing of layers", overlap, "scipy"),
+    "expert_outputs_tsne": Analysis(
+        "Outputs of the experts of one layer, by t-SNE",
+        outputs_tsne,
+        "sklearn",
+        targets=("ffn", "both"),
+    ),
+    "layer_sensitivity": Analysis("Loss added by splitting each layer alone", sensitivity),
+    "overhead_profile": Analysis(
+        "Time of an alignment step, by part", profile, of_text=False, targets=("ffn",)
+    ),
+}
+"""All analyses by name, in the order in which they run."""
+
+
+def analyse(
+    config: AnalyseConfig, progress: Progress | None = None, command: str | None = None
+) -> dict[str, Values]:
+    """Run each analysis that has no stored result for the same inputs, and write its result file.
+
+    `command` is the command line as typed, to be recorded in the result.
+    Returns the contents of the result files by name, without analyses that do not apply to the run.
+    Raises a `UserError` if the run is not finished, a number is out of range, another process works
+    in the run folder, or an analysis that was requested by name cannot be made.
+    """
+    config = checked(config)
+    for name in config.only:
+        if name not in ANALYSES:
+            raise UserError(
+                f"{name} is not an analysis. Choose from {', '.join(ANALYSES)}."
+                f"{nearest(name, ANALYSES)}"
+            )
+    run = AnalysedRun(config, progress or Progress(quiet=True))
+    results: dict[str, Values] = {}
+    with run.folder.alone():
+        inputs: Values = {
+            "form": FORM,
+            **{k: v for k, v in values_of(config).items() if k not in ("run", "only")},
+            "layout": run.fingerprints["layout"],
+            "heldout": sha256_of(run.folder.stage("data") / "heldout.safetensors"),
+            "metrics": run.aligned and sha256_of(run.aligned.stage("align") / "metrics.jsonl"),
+        }
+        for name in config.only or ANALYSES:
+            try:
+                _require(run, name)
+            except UserError as error:
+                if config.only:
+                    raise
+                run.progress.log(f"{name} is left out: {error}")
+            else:
+                results[name] = _result(run, name, inputs, command)
+    return results
+
+
+def _require(run: AnalysedRun, name: str) -> None:
+    """Raise a `UserError` if the run or the installed packages lack what the analysis needs."""
+    analysis, targets = ANALYSES[name], run.layout.granularity.targets
+    if analysis.package:
+        require_package(analysis.package, "analysis", name)
+    if targets not in analysis.targets:
+        raise UserError(
+            f"{name} needs targets {analysis.targets[0]}, but {run.asked.run} has {targets}. "
+            "Leave it out."
+        )
+    if not analysis.of_text and run.aligned is None:
+        raise UserError(
+            f"{name} times alignment steps, but {run.asked.run} has none, or the run that it was "
+            "finetuned from is missing. Leave it out."
+        )
+
+
+def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) -> Values:
+    """Contents of an analysis's result file: read from disk if it was made from the same inputs."""
+    analysis = ANALYSES[name]
+    file = run.folder.stage("evaluate") / "analysis" / f"{name}.json"
+    with suppress(UserError):  # missing or damaged: the analysis runs again
+        stored = read_json(file)
+        if stored.get("inputs") == inputs:
+            run.progress.log(f"{name} is there already")
+            return stored
+    run.progress.log(f"{name}:")
+    values, sentences = analysis.make(run)
+    result = {
+        "analysis": name,
+        "origin": "measured",
+        "title": analysis.title,
+        "tokens": run.tokens.numel() if analysis.of_text else 0,
+        "text": list(run.text.heldout_name) if analysis.of_text else [],
+        "values": values,
+        "says": sentences,
+        "inputs": inputs,
+        "command": command,
+        "provenance": provenance(SEED),
+    }
+    write_json(file, result)
+    return result

@@ -1,0 +1,182 @@
+"""Inputs of the analyses: held-out text, its routing by the masked model, and the alignment."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from jaxtyping import Float, Int
+from torch import Tensor
+from tyro.conf import Positional
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import Values
+from dotmoe.common.options import at_least
+from dotmoe.common.progress import Progress, Update, no_update
+from dotmoe.export.routers import at_routers
+from dotmoe.method.calibrate import contributions, expert_sums
+from dotmoe.method.granularity import parts_of
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.router import router_logits
+from dotmoe.models.family import DenseModel
+from dotmoe.models.load import LoadConfig, load_described
+from dotmoe.run.config import FinetuneRunConfig
+from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import RunFolder
+
+FORWARD_TOKENS = 4096
+"""Maximum tokens of one forward pass; a single block may have more."""
+
+Findings = tuple[Values, list[str]]
+"""Values of an analysis, and a few sentences that summarise them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnalyseConfig:
+    """Options of `dotmoe analyse`."""
+
+    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+    """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
+    only: tuple[str, ...] = ()
+    """Analyses to run: expert_utilisation, routing_overlap, expert_outputs_tsne,
+    layer_sensitivity, overhead_profile. Default: all that apply to the run."""
+    tokens: Annotated[int, at_least(1)] = 32768
+    """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
+    layer: Annotated[int | None, at_least(0)] = None
+    """Split layer whose expert outputs are shown. Default: a third of the way through the split
+    layers, as in the paper."""
+    profile_steps: Annotated[int, at_least(1)] = 5
+    """Number of alignment steps to time."""
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+
+class AnalysedRun(FinishedRun):
+    """A finished run to analyse; models and routing are loaded or computed on first access."""
+
+    def __init__(self, asked: AnalyseConfig, progress: Progress) -> None:
+        super().__init__(Path(asked.run))
+        self.asked, self.progress = asked, progress
+        heldout = self.text.heldout
+        self.tokens: Tensor = heldout.tokens_BT[: max(1, asked.tokens // heldout.seq_len)]
+        """Text to route: the first blocks of the held-out text."""
+        self.layers = layers = self.layout.moe_layers
+        self.layer = layers[len(layers) // 3] if asked.layer is None else asked.layer
+        """Layer whose expert outputs are shown."""
+        if self.layer not in layers:
+            raise UserError(
+                f"layer is {self.layer}, but the split layers are {layers.start} to "
+                f"{layers.stop - 1}. Choose one of them."
+            )
+
+    @cached_property
+    def dense(self) -> DenseModel:
+        """The dense checkpoint with the experts' weights (repaired or finetuned, if the run is)."""
+        return load_described(self.described(), self.asked.load)
+
+    @cached_property
+    def original(self) -> DenseModel:
+        """The dense model that the run started from, with its original weights."""
+        if not self.has_own_weights:
+            return self.dense
+        return load_described(self.origin(), self.asked.load)
+
+    @cached_property
+    def routes(self) -> dict[str, Int[Tensor, "L T K"]]:
+        """Experts that run for each token of the text; see `captured_routes`."""
+        with self.progress.bar("route held-out text") as update:
+            return captured_routes(self.dense, self.layout, self.tokens, update)
+
+    @cached_property
+    def aligned(self) -> RunFolder | None:
+        """The run with the alignment: this one, or the one that it was finetuned from, if any."""
+        config, folder = self.config, self.folder
+        if isinstance(config, FinetuneRunConfig):
+            folder = RunFolder(Path(config.run))
+        was = folder.has("align") and (folder.stage("align") / "metrics.jsonl").is_file()
+        return folder if was else None
+
+
+def captured_routes(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Int[Tensor, "B T"],
+    on_progress: Update = no_update,
+) -> dict[str, Int[Tensor, "L T K"]]:
+    """Experts that run for each token in each split layer, by target; int16, on the CPU.
+
+    The expert with the largest logit is first (eq:router_topk). Rows are independent sequences.
+    """
+
+    def routes(part: ExpertLayout) -> Int[Tensor, "L T K"]:
+        chosen: dict[int, list[Tensor]] = {layer: [] for layer in part.moe_layers}
+
+        def look(layer: int, x_TD: Tensor) -> None:
+            chosen[layer].append(_chosen(part, layer, x_TD).to(torch.int16).cpu())
+
+        _look_at_text(dense, layout, tokens_BT, look, on_progress, part.target)
+        return torch.stack([torch.cat(parts) for parts in chosen.values()])
+
+    return {part.target: routes(part) for part in parts_of(layout)}
+
+
+def expert_energies(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Int[Tensor, "B T"],
+    on_progress: Update = no_update,
+) -> Float[Tensor, "L E"]:
+    """Energy that each expert of neurons contributes on a text, by split layer, on the CPU.
+
+    It is the sum of its neurons' squared terms in the FFN output over the tokens that run it. A
+    token count alone says little: few tokens with massive activations can dominate a layer.
+    """
+    layers = dense.family.layers(dense.model)
+    ffns = {layer: dense.family.ffn(layers[layer]) for layer in layout.moe_layers}  # not masked
+    sums = {layer: torch.zeros(layout.num_experts) for layer in ffns}
+
+    def look(layer: int, x_TD: Tensor) -> None:
+        energy_TN = contributions(ffns[layer], x_TD).square_()
+        owner_N = layout.expert_of_neuron_LN[layer].to(x_TD.device)
+        energy_TE = expert_sums(energy_TN, owner_N, layout.num_experts)
+        runs_TE = torch.zeros_like(energy_TE).scatter_(1, _chosen(layout, layer, x_TD), 1.0)
+        sums[layer] += (runs_TE * energy_TE).sum(dim=0).cpu()
+
+    _look_at_text(dense, layout, tokens_BT, look, on_progress)
+    return torch.stack(list(sums.values()))
+
+
+def router_inputs(
+    dense: DenseModel, layout: ExpertLayout, tokens_BT: Int[Tensor, "B T"], layer: int
+) -> Float[Tensor, "T D"]:
+    """Input of the router and the FFN of one split layer for the whole text, on the CPU."""
+    kept: list[Tensor] = []
+
+    def look(index: int, x_TD: Tensor) -> None:
+        if index == layer:
+            kept.append(x_TD.cpu())
+
+    _look_at_text(dense, layout, tokens_BT, look)
+    return torch.cat(kept)
+
+
+def _chosen(layout: ExpertLayout, layer: int, x_TD: Tensor) -> Int[Tensor, "T K"]:
+    logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
+    return logits_TE.topk(layout.active_experts, dim=1).indices
+
+
+def _look_at_text(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Tensor,
+    look: Callable[[int, Tensor], None],
+    on_progress: Update = no_update,
+    target: str = "ffn",
+) -> None:
+    """Run `at_routers` on the whole text; `on_progress` receives the number of blocks."""
+    done = 0
+    for rows in torch.split(tokens_BT, max(1, FORWARD_TOKENS // tokens_BT.shape[1])):
+        at_routers(dense, layout, rows, look, target)
+        on_progress(done := done + len(rows), len(tokens_BT))

@@ -1,0 +1,452 @@
+"""`dotmoe bench`: the speed of a dense model and of its MoE, compared with the ideal ratio."""
+
+import copy
+import os.path
+import random
+import re
+import resource
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from transformers import DynamicCache
+from tyro.conf import Positional
+
+from dotmoe.common.distributed import resolved_device
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import Values
+from dotmoe.common.options import at_least, checked
+from dotmoe.common.progress import Update, no_update
+from dotmoe.common.tables import Table, in_bytes, percent, table_of
+from dotmoe.common.worker import Worker
+from dotmoe.export.llama_cpp import Runtime
+from dotmoe.export.record import require_checksums
+from dotmoe.measure.evaluate.models import in_context, model_folder
+from dotmoe.models.load import LoadConfig, load_weights, resolved_dtype
+from dotmoe.run.folder import provenance
+
+PROTOCOL = (
+    "Both models, each in its own process, are warmed up at each point and take turns in "
+    "alternating order; every round starts from the same cache, with tokens drawn uniformly from "
+    "the vocabulary. Speeds and their ratio use the 0.1 quantile of the times of all steps. Ideal "
+    "ratio: ratio of the bytes of weights read (decode; with the distinct experts of independent, "
+    "uniform routing) or of the multiply-adds with weights (prefill), without attention over the "
+    "context, which costs the same in both. A share of the ideal above 100 % means that something "
+    "other than these limits the dense model."
+)
+
+QUANTILE = 0.1
+"""Quantile of the times of all steps that gives a speed: low, because machines are busy."""
+_CPU = torch.device("cpu")
+
+Rounds = Sequence[Sequence[float]]
+"""Seconds of each step, by round."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig:
+    """Two models, and what to measure with them."""
+
+    dense: Annotated[Positional[str], tyro.conf.arg(metavar="DENSE")]
+    """Dense model: checkpoint folder, hub name or .gguf file."""
+    moe: Annotated[Positional[str], tyro.conf.arg(metavar="MOE")]
+    """MoE made from DENSE: checkpoint, run folder (its export is used) or .gguf file. Transformers
+    runs both models, or llama.cpp on the CPU if both are .gguf files."""
+    batch_sizes: tuple[Annotated[int, at_least(1)], ...] = (1, 4, 16)
+    """Numbers of sequences that are decoded at once, each at least 1; none skips decode."""
+    prompt_tokens: Annotated[int, at_least(0)] = 512
+    """Length of the prompt in prefill, in tokens; 0 skips prefill."""
+    context_tokens: Annotated[int, at_least(1)] = 128
+    """Number of tokens in each sequence's cache when a round of decode starts, at least 1."""
+    decode_steps: Annotated[int, at_least(1)] = 8
+    """Number of tokens that each sequence decodes in a round, at least 1."""
+    rounds: Annotated[int, at_least(1)] = 10
+    """Number of rounds of each model at each measured point, at least 1."""
+    threads: Annotated[int | None, at_least(1)] = None
+    """Number of CPU threads of each model, at least 1. Default: as many as torch uses."""
+    clock: Literal["wall", "cpu"] = "wall"
+    """Clock that measures times. wall: elapsed time. cpu: computing time of one thread, excluding
+    time that other processes used; for a busy machine, with --threads 1 and no GPU."""
+    load: LoadConfig = field(default_factory=LoadConfig)
+    seed: Annotated[int, at_least(0)] = 0
+    """Seed of the input tokens."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def check_together(self) -> None:
+        """Refuse a benchmark with nothing to measure."""
+        if not self.batch_sizes and not self.prompt_tokens:
+            raise UserError(
+                "batch_sizes is empty and prompt_tokens is 0, which leaves nothing to measure. "
+                "Set one of them."
+            )
+
+    @property
+    def points(self) -> list[Values]:
+        """The measured points in order: `name`, `batch`, `tokens`, and `steps` (0 in prefill)."""
+        prefill = {"name": "prefill", "batch": 1, "tokens": self.prompt_tokens, "steps": 0}
+        decode = {"name": "decode", "tokens": self.context_tokens, "steps": self.decode_steps}
+        points = [decode | {"batch": batch} for batch in self.batch_sizes]
+        return [prefill, *points] if self.prompt_tokens else points
+
+
+def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
+    """Measure both models in turns; both are in memory at once, each in its own process.
+
+    `on_progress` is called with the rounds done, the total number of rounds and the point.
+
+    Returns JSON values: both models, every point of both, ratios, settings and provenance. Raises a
+    `UserError` if the two are not a dense model and its MoE, or not for the same software; if there
+    is no such model or device, or no llama.cpp; if the context is too long, or memory too small.
+    """
+    config = checked(config)
+    in_gguf = config.moe.lower().endswith(".gguf")
+    if in_gguf and not config.dense.lower().endswith(".gguf"):
+        raise UserError(
+            f"{config.moe} is a GGUF file and {config.dense} is not, but both must run in the same "
+            "software. Give two GGUF files or two checkpoints."
+        )
+    threads = config.threads or torch.get_num_threads()
+    device = "cpu" if in_gguf else str(resolved_device(config.load.device))
+    if config.clock == "cpu" and (threads > 1 or device != "cpu"):
+        raise UserError(
+            f"clock is cpu with {threads} threads on {device}, but it adds up all threads and "
+            "ignores GPUs. Set threads to 1 and device to cpu, or clock to wall."
+        )
+    runtime = "llama.cpp" if in_gguf else "transformers"
+    runner = f"dotmoe.measure.bench:{'LlamaRunner' if in_gguf else 'TransformersRunner'}"
+    options = config.load.dtype, device, threads, config.clock, config.seed
+    remedy = "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."
+    with ExitStack() as stack:
+        workers = []
+        for name in (config.dense, config.moe):
+            path = os.path.expanduser(name) if in_gguf else model_folder(name)
+            worker = Worker(runner, str(path), *options, name=f"{runtime} on {path}", remedy=remedy)
+            workers.append(stack.enter_context(worker))
+        models = [worker.ask("loaded") for worker in workers]
+        _require_a_pair(config, *models)
+        points = _measured(config, workers, models, on_progress)
+    origin = provenance(config.seed) | {"threads": threads}
+    if in_gguf:
+        origin["versions"]["llama_cpp_python"] = version("llama_cpp_python")
+    return {
+        "origin": "measured",
+        "protocol": PROTOCOL,
+        "runtime": runtime,
+        "dense": {"name": config.dense, **models[0]},
+        "moe": {"name": config.moe, **models[1]},
+        "points": points,
+        "settings": asdict(config) | {"threads": threads, "device": device},
+        "provenance": origin,
+    }
+
+
+def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
+    first, second = dense["weights"], moe["weights"]
+    if first["experts"] or not second["experts"] or first["embedding"] != second["embedding"]:
+        raise UserError(
+            f"{config.dense} has {first['experts']} experts per layer and an embedding "
+            f"{first['embedding']}, {config.moe} {second['experts']} and {second['embedding']}. "
+            "Give a dense model, then the MoE that was made from it."
+        )
+    context = min(dense["context"], moe["context"])
+    in_context("prompt_tokens", config.prompt_tokens, context, least=0)
+    decoded = config.context_tokens + config.decode_steps
+    in_context("context_tokens + decode_steps", decoded, context)
+
+
+def _measured(
+    config: BenchConfig, workers: list[Worker], models: list[Values], on_progress: Update
+) -> list[Values]:
+    done, total, results = 0, config.rounds * len(config.points), []
+    for point in config.points:
+        note = f"{point['name']}, batch {point['batch']}"
+        on_progress(done, total, note)
+        for worker in workers:
+            worker.ask("prepare", point["batch"], point["tokens"], point["steps"])
+        rounds: list[list[list[float]]] = [[], []]
+        for turn in range(config.rounds):
+            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+                rounds[side].append(workers[side].ask("run"))
+            on_progress(done := done + 1, total, note)
+        dense, moe = [
+            _side(point, model["weights"], seconds) | {"peak_bytes": worker.ask("peak")}
+            for worker, model, seconds in zip(workers, models, rounds, strict=True)
+        ]
+        work = "weight_bytes" if point["steps"] else "products_per_token"
+        ideal, ratio = dense[work] / moe[work], moe["tokens_per_s"] / dense["tokens_per_s"]
+        ratios = {
+            "speed_ratio": ratio,
+            "speed_ratio_quartiles": ratio_quartiles(*rounds),
+            "ideal_ratio": ideal,
+            "share_of_ideal": ratio / ideal,
+        }
+        results.append({"point": point, "dense": dense, "moe": moe, **ratios})
+    return results
+
+
+def _side(point: Values, weights: Values, rounds: Rounds) -> Values:
+    """Speed of one model at one point, and what bounds it."""
+    head, fixed, expert = weights["head"], weights["fixed"], weights["expert"]
+    active, tokens = weights["active_experts"], point["batch" if point["steps"] else "tokens"]
+    touched = expected_experts(weights["experts"], active, tokens)
+    products = fixed["products"] + active * expert["products"]
+    return {
+        "tokens_per_s": tokens / float(np.quantile(np.concatenate(rounds), QUANTILE)),
+        "experts_touched": touched,
+        "weight_bytes": head["bytes"] + fixed["bytes"] + touched * expert["bytes"],
+        "products_per_token": products + head["products"] * point["batch"] / tokens,
+    }
+
+
+def expected_experts(num_experts: int, active_experts: int, tokens: int) -> float:
+    """Mean distinct experts per layer with independent, uniform routing: E (1 - (1 - k/E)^T)."""
+    return num_experts * (1 - (1 - active_experts / max(1, num_experts)) ** tokens)
+
+
+def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
+    """First and third quartile, over rounds, of the MoE's speedup in a round."""
+    ratios = [np.median(a) / np.median(b) for a, b in zip(dense, moe, strict=True)]
+    quartiles: list[float] = np.quantile(ratios, [0.25, 0.75]).tolist()
+    return quartiles
+
+
+def table(result: Values) -> Table:
+    """Table of a result of `bench`, with one row for each point."""
+    settings, models = result["settings"], []
+    for label in ("dense", "moe"):
+        about = result[label]["weights"]
+        split = f", {about['active_experts']} of {about['experts']} experts" * (label == "moe")
+        size = in_bytes(about["stored_bytes"])
+        models.append(f"{result[label]['name']} ({result[label]['dtype']}, {size}{split})")
+
+    def name(row: Values) -> str:
+        point = row["point"]
+        return f"decode x {point['batch']}" if point["steps"] else f"prefill {point['tokens']}"
+
+    return table_of(
+        result["points"],
+        {
+            "tokens/s" if settings["clock"] == "wall" else "tokens/CPU s": name,
+            "dense": lambda row: f"{row['dense']['tokens_per_s']:,.1f}",
+            "MoE": lambda row: f"{row['moe']['tokens_per_s']:,.1f}",
+            "ratio": lambda row: f"{row['speed_ratio']:.2f}",
+            "quartiles": lambda row: "{:.2f}-{:.2f}".format(*row["speed_ratio_quartiles"]),
+            "ideal": lambda row: f"{row['ideal_ratio']:.2f}",
+            "of ideal": lambda row: percent(row["share_of_ideal"]),
+            "peak memory": lambda row: " / ".join(
+                in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe")
+            ),
+        },
+        title=f"{result['runtime']} on {result['provenance']['hardware']}, {settings['threads']} "
+        f"threads, {settings['rounds']} rounds in turns",
+        note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the fastest steps; quartiles: of "
+        "median times over rounds. ideal: bytes of weights read (decode) or multiply-adds "
+        "(prefill), dense / MoE. peak memory: of the process on a CPU, allocated on a GPU.",
+    )
+
+
+def weights_of(tensors: Mapping[str, tuple[int, tuple[int, ...]]], active_experts: int) -> Values:
+    """Bytes of weights that a model reads, and multiply-adds that it computes, for a token.
+
+    Only the chosen experts of a Mixture-of-Experts count. Caches, activations and attention over
+    the context are left out, because they are the same in both models.
+
+    `tensors` maps a name of Transformers or GGUF to bytes in memory and shape; `active_experts` is
+    k, 0 for a dense model.
+
+    Returns:
+        Shape of the `embedding`; `stored_bytes` of all tensors; `experts` (E) and `active_experts`
+        (k) per layer; and `bytes` and `products` (multiply-adds per token) of the `head`, of the
+        other weights that always run, `fixed`, and of one `expert` of every layer.
+    """
+    tied = next(name for name in tensors if re.search("embed_tokens|token_embd", name))
+    head = next((name for name in ("lm_head.weight", "output.weight") if name in tensors), tied)
+    routed = {name for name in tensors if re.search(r"\.experts\.|_exps\.", name)}
+    routed |= {name for name, (_, shape) in tensors.items() if len(shape) == 3}  # experts of heads
+    experts = max((tensors[name][1][0] for name in routed), default=0)
+
+    def used(names: Iterable[str], dims: int = 2, share: int = 1) -> Values:
+        group = [tensors[name] for name in names]
+        products = sum(prod(shape) for _, shape in group if len(shape) == dims)
+        return {"bytes": sum(size for size, _ in group) // share, "products": products // share}
+
+    return {
+        "embedding": list(tensors[tied][1]),
+        "stored_bytes": sum(size for size, _ in tensors.values()),
+        "experts": experts,
+        "active_experts": active_experts,
+        "head": used([head]),
+        "fixed": used(tensors.keys() - routed - {head, tied}),
+        "expert": used(routed, 3, max(1, experts)),
+    }
+
+
+class Runner(ABC):
+    """One model to measure: `prepare` a point, then call `run` once for each round."""
+
+    weights: Values
+    dtype: str
+    context: int
+    _ids_BT: torch.Tensor
+    _spans: list[tuple[int, int]]
+    """Start and end of the positions that each step of a round computes."""
+
+    def __init__(self, device: str, threads: int, clock: str, seed: int) -> None:
+        self._now = time.process_time if clock == "cpu" else time.perf_counter
+        self._device, self._threads, self._seed = torch.device(device), threads, seed
+
+    def loaded(self) -> Values:
+        """The model's `weights` (see `weights_of`), the `dtype` of most, and longest `context`."""
+        return {"weights": self.weights, "dtype": self.dtype, "context": self.context}
+
+    def prepare(self, batch: int, tokens: int, steps: int) -> None:
+        """Fill the cache with `tokens` of each sequence, to decode `steps` more, and warm up.
+
+        With 0 steps, prefill of the tokens is timed. Ids are uniform, the same for both models.
+        """
+        forget_peak(self._device)
+        ids, count = range(self.weights["embedding"][0]), batch * (tokens + steps)
+        drawn = random.Random(self._seed).choices(ids, k=count)
+        self._ids_BT = torch.tensor(drawn, device=self._device).view(batch, -1)
+        decoded = [(at, at + 1) for at in range(tokens, tokens + steps)]
+        self._spans = decoded or [(0, tokens)]
+        self._open()
+        if decoded:
+            self._call(0, tokens)()
+        for _ in range(2):  # to warm up
+            self.run()
+
+    def run(self) -> list[float]:
+        """Run a round and return the seconds of each step; all rounds start from one cache."""
+        seconds = []
+        self._rewind(self._spans[0][0])
+        for span in self._spans:
+            compute = self._call(*span)
+            began = self._now()
+            compute()
+            seconds.append(self._now() - began)
+        return seconds
+
+    def peak(self) -> int:
+        """Peak memory since `prepare`, in bytes."""
+        return peak_bytes(self._device)
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Make an empty cache."""
+
+    @abstractmethod
+    def _rewind(self, start: int) -> None:
+        """Drop everything at and after position `start` from the cache."""
+
+    @abstractmethod
+    def _call(self, start: int, end: int) -> Callable[[], None]:
+        """Return a function that computes these positions, with the logits of the last one."""
+
+
+class TransformersRunner(Runner):
+    """A checkpoint folder in stock Transformers, on a CPU or a GPU."""
+
+    def __init__(self, path: str, dtype: str, *options: Any) -> None:
+        super().__init__(*options)
+        torch.set_num_threads(self._threads)
+        model: Any = load_weights(Path(path), resolved_dtype(dtype, self._device))
+        self._model = model.to(self._device)
+        if getattr(model.config, "head_experts_per_tok", 0):
+            raise UserError(
+                f"{path} has experts of neurons and of heads, but a measurement has only one k. "
+                "Measure a run that splits only one of them."
+            )
+        self.context = model.config.max_position_embeddings
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        tensors = {name: (p.nbytes, tuple(p.shape)) for name, p in model.named_parameters()}
+        self.weights = weights_of(tensors, getattr(model.config, "num_experts_per_tok", None) or 0)
+
+    def _open(self) -> None:
+        self._cache = self._filled = DynamicCache(config=self._model.config)
+
+    def _rewind(self, start: int) -> None:
+        if start == 0:
+            self._open()
+            return
+        # A cache layer grows by creating new tensors, so rounds can share their initial cache.
+        self._cache = copy.copy(self._filled)
+        self._cache.layers = [copy.copy(layer) for layer in self._filled.layers]
+
+    def _call(self, start: int, end: int) -> Callable[[], None]:
+        options = {"past_key_values": self._cache, "use_cache": True, "logits_to_keep": 1}
+
+        @torch.inference_mode()
+        def compute() -> None:
+            self._model(input_ids=self._ids_BT[:, start:end], **options)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+
+        return compute
+
+
+class LlamaRunner(Runner):
+    """A GGUF file in llama.cpp, on a CPU, in the file's own number format."""
+
+    def __init__(self, path: str, dtype: str, *options: Any) -> None:
+        from dotmoe.models.from_gguf import GgufFile  # optional dependency
+
+        super().__init__(*options)
+        file = GgufFile(Path(path))
+        require_checksums(file.path.parent)
+        self._runtime = Runtime(path, self._threads)
+        tensors = {
+            name: (int(tensor.n_bytes), tuple(int(size) for size in reversed(tensor.shape)))
+            for name, tensor in file.tensors.items()
+        }
+        self.weights = weights_of(tensors, file.size("expert_used_count", 0))
+        self.context = file.size("context_length")
+        self.dtype = max(file.tensors.values(), key=lambda each: each.n_bytes).tensor_type.name
+
+    def _open(self) -> None:
+        sequences, tokens = self._ids_BT.shape
+        self._runtime.open(tokens, sequences, {})
+
+    def _rewind(self, start: int) -> None:
+        for sequence in range(len(self._ids_BT)):
+            self._runtime.forget(sequence, start)
+
+    def _call(self, start: int, end: int) -> Callable[[], None]:
+        return self._runtime.call(
+            [
+                (token, at, sequence, at == end - 1)
+                for sequence, row in enumerate(self._ids_BT[:, start:end].tolist())
+                for at, token in enumerate(row, start)
+            ]
+        )
+
+
+def peak_bytes(device: torch.device = _CPU) -> int:
+    """Peak memory in bytes since `forget_peak`, or since the start if the peak cannot be reset."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+    peak = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else 0
+
+
+def forget_peak(device: torch.device = _CPU) -> None:
+    """Reset the peak to the memory that is held now, if the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -1,0 +1,142 @@
+"""How close a model is to its dense model: hidden states, logits, and the output of each FFN."""
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import Values
+from dotmoe.common.progress import Progress
+from dotmoe.common.tables import Table, figure, percent, table_of
+from dotmoe.export.architectures import FORMATS
+from dotmoe.export.record import RECORD_FILE, ExportRecord
+from dotmoe.measure.evaluate.models import (
+    EvaluateConfig,
+    dense_model_of,
+    hidden_states,
+    loaded,
+    logits_in_parts,
+    model_folder,
+)
+from dotmoe.measure.evaluate.perplexity import error_over, packed_text, text_names
+from dotmoe.models.family import family_of
+
+
+@torch.no_grad()
+def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
+    """Compare a model with its dense model, both run on the same windows of `config.corpus.text`.
+
+    `before_head` and `after_head` are tab:output_aware_similarity, and the `mse` of a layer's `ffn`
+    is tab:motivation_mse_combined; docs/evaluation.md defines the metrics. Tokens after the last
+    full window are left out, unless there is no full window. `ffn` is empty if the MoE blocks are
+    not known, or do not contain the whole FFN.
+    """
+    folder = model_folder(config.model)
+    record = ExportRecord.load(folder) if (folder / RECORD_FILE).is_file() else None
+    if not (config.against or record):
+        raise UserError(
+            f"{config.model} is no export of dotmoe, so its dense model is not known. Name it "
+            "with --against."
+        )
+    against = config.against or dense_model_of(folder, "--against")
+    dense, other = loaded(model_folder(against), config.load), loaded(folder, config.load)
+    for key in ("vocab_size", "hidden_size"):
+        ours, theirs = (getattr(each.model.config, key) for each in (other, dense))
+        if ours != theirs:
+            raise UserError(
+                f"{key} is {ours} in the model and {theirs} in the one to compare it with, so one "
+                "was not made from the other. Name the dense model with --against."
+            )
+    tokens = packed_text(config.corpus, dense.tokenizer).tokens
+    window = config.corpus.window_in(min(dense.context, other.context))
+    full = tokens[: tokens.numel() // window * window]
+    rows = full.view(-1, window) if len(full) else tokens[None]
+    ffns = _ffns(dense.model, other.model, record) if record else {}
+    sums: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+    kl, same, done, windows = 0.0, 0, 0, list[float]()
+
+    def compare(layer: int, block: Any, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        sums[layer] += _sums(block(inputs[0]).flatten(0, 1), output.flatten(0, 1))
+
+    for layer, (ffn, block) in ffns.items():
+        ffn.register_forward_hook(partial(compare, layer, block))
+    with progress.bar("evaluate", tokens=1) as update:
+        for batch in torch.split(rows, config.corpus.windows_at_once):
+            dense_TD = hidden_states(dense.model, batch).flatten(0, 1)
+            other_TD = hidden_states(other.model, batch).flatten(0, 1)
+            sums["before"] += _sums(other_TD, dense_TD)
+            of_dense = logits_in_parts(dense.model, dense_TD)
+            of_other = logits_in_parts(other.model, other_TD)
+            kls = list[Tensor]()
+            for (_, dense_TV), (_, other_TV) in zip(of_dense, of_other, strict=True):
+                sums["after"] += _sums(other_TV, dense_TV)
+                same += int((other_TV.argmax(dim=1) == dense_TV.argmax(dim=1)).sum())
+                dense_log, other_log = dense_TV.log_softmax(dim=1), other_TV.log_softmax(dim=1)
+                kl_TV = F.kl_div(other_log, dense_log, log_target=True, reduction="none")
+                kls.append(kl_TV.sum(dim=1).double().cpu())
+                kl += float(kls[-1].sum())
+            windows += torch.cat(kls).view(batch.shape).mean(dim=1).tolist()
+            update(done := done + batch.numel(), rows.numel())
+
+    def closeness(place: str | int) -> dict[str, float]:
+        cosine, mse, mean_square = (sums[place] / done).tolist()
+        return {"cosine": cosine, "mse": mse, "relative_mse": mse / mean_square}
+
+    return {
+        "against": against,
+        "dtype": {"model": other.dtype, "against": dense.dtype},
+        "before_head": closeness("before"),
+        "after_head": closeness("after"),
+        "kl": kl / done,
+        "kl_stderr": error_over(windows, [1] * len(windows)),
+        "window_kls": windows,
+        "top1_agreement": same / done,
+        "ffn": [{"layer": layer, **closeness(layer)} for layer in ffns],
+        "tokens": done,
+        "text": list(config.corpus.text),
+        "window": window,
+    }
+
+
+def _ffns(dense: Any, other: Any, record: ExportRecord) -> dict[int, tuple[nn.Module, Any]]:
+    """For each split layer the dense FFN, and a function from its input to the other's output."""
+    output = FORMATS[record.format]
+    has_heads = record.details.get("splits", [{}])[0].get("target") == "attention"
+    if has_heads or (record.shared_size and not output.block_has_shared):
+        return {}
+    layers, blocks = family_of(dense.config).layers(dense), output.blocks(other)
+    split = range(record.first_dense_layers, record.num_layers)
+    return {index: (layers[index].get_submodule("mlp"), blocks[index]) for index in split}
+
+
+def _sums(other_TD: Tensor, dense_TD: Tensor) -> Tensor:
+    """Sums over tokens: cosine, mean squared difference, mean square of the dense entries."""
+    other_TD, dense_TD = other_TD.float(), dense_TD.float()
+    cosine_T = F.cosine_similarity(other_TD, dense_TD, dim=1)
+    mse_T = (other_TD - dense_TD).square().mean(dim=1)
+    return torch.stack([cosine_T, mse_T, dense_TD.square().mean(dim=1)]).double().sum(dim=1).cpu()
+
+
+def fidelity_table(result: Values) -> Table:
+    """Closeness to the dense model before and after the head, and of each FFN."""
+    places = {"before the LM head": result["before_head"], "logits": result["after_head"]}
+    places |= {f"FFN output, layer {each['layer']}": each for each in result["ffn"]}
+    stderr, number = result.get("kl_stderr"), len(result.get("window_kls", ()))
+    error = "" if stderr is None else f" (± {stderr:.4f} over {number} windows)"
+    return table_of(
+        places.items(),
+        {
+            "place": lambda row: row[0],
+            "cosine": lambda row: f"{row[1]['cosine']:.4f}",
+            "MSE": lambda row: figure(row[1]["mse"]),
+            "MSE / mean square": lambda row: f"{row[1]['relative_mse']:.4f}",
+        },
+        title=f"{result['name']} beside {result['against']}, {result['tokens']:,} tokens",
+        note=f"KL {result['kl']:.4f} nats a token{error}, same most likely token for "
+        f"{percent(result['top1_agreement'])}. FFNs are fed with the dense input. "
+        f"Text: {text_names(result)}.",
+    )

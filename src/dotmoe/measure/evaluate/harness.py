@@ -1,0 +1,221 @@
+"""Calls of lm-evaluation-harness: benchmark tasks with its own runner and definitions."""
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import AutoConfig
+
+from dotmoe.common.distributed import resolved_device
+from dotmoe.common.errors import UserError, nearest, one_line, require_package
+from dotmoe.common.files import Values, write_json
+from dotmoe.measure.evaluate.models import EvaluateConfig, in_context, loading
+from dotmoe.models.load import resolved_dtype
+from dotmoe.models.tokenizer import load_tokenizer
+
+MAX_LOGITS = 1 << 28
+"""Maximum number of logits per forward pass (1 GiB in float32), unless one request has more."""
+CPU_BATCH, GPU_BATCH = 16, 64
+"""Requests per forward pass: on a CPU, where more are no faster; on a GPU, the number from which
+the harness starts its search for the largest batch that fits."""
+SPLITS = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
+
+
+def require_harness() -> str:
+    """Version of the installed harness; raises `UserError` if there is none."""
+    for package in ("lm_eval", "accelerate"):
+        require_package(package, "eval", "lm-evaluation-harness, which runs the tasks,")
+    return version("lm_eval")
+
+
+@contextmanager
+def quiet_harness() -> Iterator[None]:
+    """Within this context, the harness prints nothing to stdout, and only errors are logged."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def loaded_tasks(
+    names: Sequence[str], local: Mapping[str, tuple[str, Mapping[str, Path]]], sets: Sequence[str]
+) -> dict[str, list[Any]]:
+    """The objects that the harness runs for each name: one group, or tasks.
+
+    A `UserError` for an unknown name also proposes `sets`, the names of sets of tasks.
+
+    `local` gives, for tasks whose rows come from files, the harness's own definition, in which
+    nothing else is changed, and a file for each split. If it is empty, data come from the hub.
+    """
+    import lm_eval.tasks
+
+    stock = Path(lm_eval.tasks.__file__).parent
+    with TemporaryDirectory() as folder:
+        for name, (definition, files) in local.items():
+            changed: Values = {
+                "include": f"{stock / definition}.yaml",
+                "task": name,
+                "tag": [],
+                "dataset_path": "json",
+                "dataset_name": None,
+                "dataset_kwargs": {"data_files": {s: str(path) for s, path in files.items()}},
+                **{key: split if split in files else None for split, key in SPLITS.items()},
+            }
+            write_json(Path(folder) / f"{name}.yaml", changed)  # JSON is YAML
+        # Reading all of the harness's own tasks takes a quarter of a minute.
+        manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=not local)
+        loaded = {}
+        for name in names:
+            if name not in manager.all_tasks:
+                raise UserError(
+                    f"{name} is no task of lm-evaluation-harness."
+                    f"{nearest(name, [*sets, *manager.all_tasks])} Name one that `lm_eval ls "
+                    f"tasks` lists, or {' or '.join(sets)}."
+                )
+            try:
+                found = manager.load([name])
+            except Exception as error:  # definitions and data sets raise errors of any type
+                why = one_line(error) or type(error).__name__
+                remedy = "Check the network, or give a folder with --task-data."
+                if "scripts are no longer supported" in why:
+                    remedy = (
+                        "The data set is a script, which the package datasets no longer runs. "
+                        "Choose another task, or update lm-eval."
+                    )
+                if local:
+                    remedy = f"Repair {' and '.join(map(str, local[name][1].values()))}."
+                raise UserError(f"the data of {name} cannot be read ({why}). {remedy}") from error
+            groups = found["groups"]
+            loaded[name] = [groups[name]] if name in groups else list(found["tasks"].values())
+        return loaded
+
+
+def harness_model(folder: Path, config: EvaluateConfig) -> Any:
+    """The harness's own runner for the model in a folder.
+
+    Raises `UserError` for a length beyond the context, a chat template that is missing, or if
+    Transformers cannot load the model.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    device = resolved_device(config.load.device)
+    with loading(folder):
+        sizes = AutoConfig.from_pretrained(folder, local_files_only=True)
+        context, batch_size = int(sizes.max_position_embeddings), config.corpus.batch_size
+        length = in_context("max_length", config.max_length or context, context)
+        if batch_size == "auto" and device.type == "cpu":
+            batch_size = min(CPU_BATCH, max(1, MAX_LOGITS // (length * int(sizes.vocab_size))))
+        runner = HFLM(
+            pretrained=str(folder),
+            tokenizer=load_tokenizer(folder, sizes.vocab_size),
+            device=str(device),
+            dtype=resolved_dtype(config.load.dtype, device),
+            batch_size=batch_size,
+            max_batch_size=GPU_BATCH,
+            max_length=config.max_length,
+        )
+        if config.chat_template and not runner.tokenizer.chat_template:
+            raise UserError(f"{folder} has no chat template. Leave out --chat-template.")
+        return runner
+
+
+def run_tasks(
+    model: Any, tasks: list[Any], shots: int | None, limit: int | None, *, as_chat: bool = False
+) -> Values:
+    """Run tasks, or one group of them, with the harness's own seeds.
+
+    If `shots` is None, the task's definition sets the number of solved examples. `as_chat` asks
+    through the model's chat template; solved examples are turns of the conversation before.
+
+    Returns:
+        `scores`, a row per metric of each task and group member (a filter's name after a comma);
+        `versions` of the definitions; `notes`: how the scores differ from official ones.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    output = simple_evaluate(
+        model=model,
+        tasks=tasks,
+        num_fewshot=shots,
+        limit=limit,
+        task_manager=TaskManager(include_defaults=False),  # tasks are loaded already
+        batch_size=model.batch_size,
+        apply_chat_template=as_chat,
+    )
+    room = model.max_length + 1  # the last token is only predicted
+    samples = [sample for rows in output["samples"].values() for sample in rows]
+    texts = [f"{context}{answer}" for sample in samples for context, answer in _answers(sample)]
+    # A token has at least one byte, except BOS and a leading blank.
+    long = [text for text in texts if len(text.encode()) + 2 > room]
+    truncated = sum(len(model.tok_encode(text)) > room for text in long)
+    notes = [] if limit is None else [f"only the first {limit} questions of each task are scored"]
+    if as_chat:
+        notes.append("asked through the model's chat template, solved examples as turns of it")
+    if truncated:
+        notes.append(
+            f"{truncated} of {len(texts)} requests are longer than {model.max_length} tokens: the "
+            "harness cuts off their beginning, with any solved examples in it"
+        )
+    return {
+        "scores": [row for task in output["results"] for row in _rows(task, output)],
+        "versions": dict(output["versions"]),
+        "notes": notes,
+    }
+
+
+def _rows(task: str, output: Values) -> Iterator[Values]:
+    result, counts, members = output["results"][task], output["n-samples"], _members(task, output)
+    chance = chance_of([sample for member in members for sample in output["samples"][member]])
+    for key, value in result.items():
+        name, comma, filtered_by = key.partition(",")
+        if comma and not name.endswith("_stderr"):
+            stderr = result.get(f"{name}_stderr,{filtered_by}")
+            yield {
+                "task": task,
+                "metric": name if filtered_by == "none" else key,
+                "value": float(value),
+                "stderr": stderr if isinstance(stderr, float) else None,  # "N/A": none is known
+                "shots": max(int(output["n-shot"].get(member, 0)) for member in members),
+                "questions": sum(counts[member]["effective"] for member in members),
+                "chance": chance if name in ("acc", "acc_norm") else None,
+            }
+
+
+def _members(task: str, output: Values) -> list[str]:
+    """The tasks that a task stands for: itself, or those of a group and of the groups in it."""
+    if task in output["n-samples"]:
+        return [task]
+    inside = output["group_subtasks"][task]
+    return list(dict.fromkeys(each for name in inside for each in _members(name, output)))
+
+
+def chance_of(samples: Sequence[Values]) -> float | None:
+    """Accuracy of uniform guessing, or of always giving the answer that is right most often.
+
+    The larger counts; the second only if all questions have the same answers, as in BoolQ, where
+    "yes" is right for 62 %. None if there is no choice.
+    """
+    answers = [[answer for _, answer in _answers(sample)] for sample in samples]
+    if not answers or min(map(len, answers)) < 2:
+        return None
+    even = sum(1 / len(choices) for choices in answers) / len(answers)
+    if any(choices != answers[0] for choices in answers):
+        return even
+    return max(even, max(Counter(str(each["target"]) for each in samples).values()) / len(samples))
+
+
+def _answers(sample: Values) -> list[tuple[str, str]]:
+    """Context and answer of each request of a question that scores an answer."""
+    return [pair for pair in sample["arguments"] if len(pair) == 2 and isinstance(pair[1], str)]

@@ -1,0 +1,349 @@
+"""Perplexity of anything that scores tokens, and of an export at several k."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import Values
+from dotmoe.common.progress import Progress, Update, no_update
+from dotmoe.common.tables import Table, figure, percent, table_of
+from dotmoe.export.architectures import FORMATS
+from dotmoe.export.record import ExportRecord, require_checksums, require_free_k
+from dotmoe.measure.evaluate.models import (
+    EvaluateConfig,
+    StockModel,
+    TextConfig,
+    TokenNats,
+    by_side,
+    dense_model_of,
+    loaded,
+    loading,
+    model_folder,
+    row_nats,
+    stock_nats,
+)
+from dotmoe.models.checkpoint import checkpoint_folder
+from dotmoe.models.family import DenseModel
+from dotmoe.models.load import load_weights
+from dotmoe.models.tokenizer import load_tokenizer
+from dotmoe.text.blocks import TokenBlocks, pack, separator_of
+from dotmoe.text.sources import Continuation, DataConfig, documents
+
+FEW_WINDOWS = 16
+"""Fewer windows than this give a rough standard error, which is said."""
+Heldout = Mapping[tuple[str, ...], TokenBlocks]
+"""Blocks of held-out text, by the names of the text."""
+
+
+class Text(NamedTuple):
+    """Tokens to score, and how they were made."""
+
+    tokens: Tensor
+    """Token ids, one dimension."""
+    tokens_per_byte: float
+    """Tokens per byte of the text in UTF-8; converts nats per token to bits per byte."""
+    names: tuple[str, ...]
+    joined: str
+    """How documents were joined to one row of tokens: the beginning of the protocol sentence."""
+    only_full_windows: bool = False
+
+
+def perplexity(
+    nats: TokenNats, text: Text, window: int, batch_size: int = 8, on_progress: Update = no_update
+) -> Values:
+    """Perplexity per token over non-overlapping windows of the text, 2 tokens to the context.
+
+    Each token of a window but the first is predicted from those before it in the window. A shorter
+    last window counts if it has 2 tokens or more, unless `text.only_full_windows`. `nats` gets
+    `batch_size` windows per call; `on_progress` gets the number of tokens.
+
+    Returns:
+        `loss` (mean nats per token), its standard error `stderr` over windows (None if there is one
+        window), `window_losses` (mean of each window), `perplexity`, `bits_per_byte` (comparable
+        between tokenizers), and how it was measured. `UserError` for nothing to
+        score, or a loss over 100 or not finite.
+    """
+    full, rest = divmod(text.tokens.numel(), window)
+    whole = text.tokens[: full * window].view(full, window)
+    batches = list(torch.split(whole, batch_size)) if full else []
+    if rest >= 2 and not text.only_full_windows:
+        batches.append(text.tokens[-rest:][None])
+    if not batches:
+        raise UserError(
+            f"{text.tokens.numel()} tokens of text fill no window of {window}. Give more text, or "
+            "lower --window."
+        )
+    total, scored, done, num_tokens = 0.0, 0, 0, sum(batch.numel() for batch in batches)
+    windows = list[float]()
+    for batch in batches:
+        nats_BT = nats(batch)
+        windows += [round(each, 6) for each in nats_BT.mean(dim=1).tolist()]
+        total += float(nats_BT.sum())
+        scored += nats_BT.numel()
+        on_progress(done := done + batch.numel(), num_tokens)
+    loss = total / scored
+    if not math.isfinite(loss) or loss > 100:
+        raise UserError(
+            f"the loss is {loss} nats a token, so the model is broken or its dtype overflows. "
+            "Load it as float32 to find out which."
+        )
+    few = f", fewer than {FEW_WINDOWS}: a rough one" if len(windows) < FEW_WINDOWS else ""
+    result = {
+        "origin": "measured",
+        "loss": loss,
+        "window_losses": windows,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": loss / math.log(2) * text.tokens_per_byte,
+        "window": window,
+        "tokens": scored,
+        "unit": "token",
+        "text": list(text.names),
+        "protocol": f"{text.joined} and cut into non-overlapping windows of {window} tokens; the "
+        f"first token of each window is not scored; {scored:,} tokens scored; mean taken over "
+        f"tokens, standard error over {len(windows)} window{'s' * (len(windows) > 1)}{few}.",
+    }
+    return result | {"stderr": error_over(windows, _scored_in(result))}
+
+
+def error_over(values: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Standard error of the weighted mean of independent values; None for fewer than two."""
+    number, total = len(values), sum(weights)
+    if number < 2:
+        return None
+    mean = sum(v * w for v, w in zip(values, weights, strict=True)) / total
+    squares = sum((w * (v - mean)) ** 2 for v, w in zip(values, weights, strict=True))
+    return math.sqrt(number / (number - 1) * squares) / total
+
+
+def difference(result: Values, other: Values) -> tuple[float, float | None]:
+    """How far a loss is above another, in nats, and the standard error over paired windows.
+
+    The error is None if not the same windows were scored, or by a version that did not keep them.
+    """
+    ours, theirs = (each.get("window_losses", ()) for each in (result, other))
+    change, counts = result["loss"] - other["loss"], _scored_in(result)
+    if counts != _scored_in(other):
+        return change, None
+    return change, error_over([a - b for a, b in zip(ours, theirs, strict=True)], counts)
+
+
+def _scored_in(result: Values) -> list[int]:
+    """Number of scored tokens in each window: all but the first of a window."""
+    full, others = result["window"] - 1, len(result.get("window_losses", ())) - 1
+    return [full] * others + [result["tokens"] - full * others] * (others >= 0)
+
+
+def nats_with_error(value: float, stderr: float | None, form: str) -> str:
+    """A loss and its standard error; a difference (form `+`) within two errors is inconclusive."""
+    if stderr is None:
+        return f"{value:{form}}"
+    inconclusive = " (inconclusive)" * (form[0] == "+" and abs(value) <= 2 * stderr > 0)
+    return f"{value:{form}} ± {stderr:{form.lstrip('+')}}{inconclusive}"
+
+
+def packed_text(config: TextConfig, tokenizer: Any) -> Text:
+    r"""Tokens of `config.text`, joined as `config.protocol` specifies.
+
+    packed: see `dotmoe.text.blocks.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the tokenizer's
+    own special tokens. Lines keep their line ends, and blank lines become empty: this restores the
+    rows of the data set `wikitext-2-raw-v1` from its file. Each document begins a line, as rows do.
+    """
+    data = DataConfig(data=config.text)
+    if config.protocol == "packed":
+        joined = f"Documents joined ({separator_of(tokenizer)})"
+        pieces = documents(data, tokenizer)
+        return Text(*pack(pieces, tokenizer, config.max_tokens), config.text, joined)
+    texts = _whole(documents(data))
+    lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
+    rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
+    ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())
+    if not ids or not num_bytes:
+        raise UserError("the data holds no text. Name sources with text in them.")
+    joined = r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
+    tokens = torch.tensor(ids[: config.max_tokens], dtype=torch.int32)
+    return Text(tokens, len(ids) / num_bytes, config.text, joined, only_full_windows=True)
+
+
+def _whole(pieces: Iterable[str]) -> list[str]:
+    """Documents, each in one piece."""
+    texts: list[str] = []
+    for piece in pieces:
+        begun = texts.pop() if isinstance(piece, Continuation) else ""
+        texts.append(begun + piece)
+    return texts
+
+
+def heldout_perplexity(
+    model: Any, tokenizer: Any, texts: Heldout, on_progress: Update = no_update
+) -> Values:
+    """`perplexity` of a stock model on the first text; a second text's is added as `other`."""
+    results, joined = [], f"Documents joined ({separator_of(tokenizer)})"
+    for names, blocks in texts.items():
+        tokens = blocks.tokens_BT.flatten()
+        num_bytes = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
+        text = Text(tokens, tokens.numel() / max(1, num_bytes), names, joined)
+        results.append(perplexity(stock_nats(model), text, blocks.seq_len, on_progress=on_progress))
+    return results[0] | ({"other": results[1]} if len(results) > 1 else {})
+
+
+def perplexities(
+    dense: DenseModel, exports: Mapping[str, Path], texts: Heldout, on_progress: Update = no_update
+) -> Values:
+    """`heldout_perplexity` of a dense model, as `dense`, and of exports by their names.
+
+    Exports run in the dense model's dtype and on its device, one at a time beside it.
+    """
+    results = {"dense": heldout_perplexity(dense.model, dense.tokenizer, texts, on_progress)}
+    dtype = next(dense.model.parameters()).dtype
+    for name, folder in exports.items():
+        model: Any = load_weights(folder, dtype).to(dense.device)
+        results[name] = heldout_perplexity(model, dense.tokenizer, texts, on_progress)
+        del model  # free it before the next one is loaded
+    return results
+
+
+def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
+    """`perplexity` of each model on `config.corpus`; for a single model, its values alone."""
+    corpus = config.corpus
+
+    def measured(stock: StockModel, update: Update) -> Values:
+        text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
+        return perplexity(stock_nats(stock.model), text, window, corpus.windows_at_once, update)
+
+    def of_gguf(file: Path, update: Update) -> Values:
+        from dotmoe.export.llama_cpp import LlamaCppModel
+        from dotmoe.models.from_gguf import GgufFile  # an optional package
+
+        require_checksums(file.parent)
+        name = config.tokenizer or dense_model_of(file.parent, "--tokenizer")
+        with loading(folder := checkpoint_folder(name)):
+            tokenizer = load_tokenizer(folder)
+        window = corpus.window_in(GgufFile(file).size("context_length"))
+        text = packed_text(corpus, tokenizer)
+        with LlamaCppModel(file, context=window) as model:
+            return perplexity(row_nats(model.logits), text, window, 1, update)
+
+    sides = by_side(config, progress, measured, of_gguf)
+    return sides if config.against else sides["model"]
+
+
+def ladder(num_experts: int, active_experts: int) -> tuple[int, ...]:
+    """Values of k for a curve, ascending: 1/8 to 6/8 of E, E itself, and the model's own k."""
+    rungs = {max(1, round(eighths * num_experts / 8)) for eighths in (1, 2, 3, 4, 6, 8)}
+    return tuple(sorted(rungs | {active_experts}))
+
+
+def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
+    """Perplexity of an export on `config.corpus` at several k, and the parameters active at each.
+
+    k = E is always among them: it computes with all weights that were split, the dense model's
+    unless `all_experts.model` states otherwise. Without `config.curve` the others are `ladder`'s.
+    """
+    folder, corpus = model_folder(config.model), config.corpus
+    record = ExportRecord.load(folder)
+    if not record.active_experts_editable:
+        free = [name for name, output in FORMATS.items() if output.active_experts_editable]
+        remedy = f"Export the run as {' or '.join(free)}."
+        if record.format in free:  # attention has a k of its own
+            remedy = "Convert with FFNs or attention as the only target."
+        raise UserError(
+            f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
+            f"has no curve. {remedy}"
+        )
+    chosen = config.curve or ladder(record.num_experts, record.active_experts)
+    for active in chosen:
+        require_free_k(folder, record, active)
+    ks = sorted({*chosen, record.num_experts})
+    stock = loaded(folder, config.load)
+    text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
+    layers = range(record.first_dense_layers, record.num_layers)
+    nats, points, measured = stock_nats(stock.model), list[Values](), list[Values]()
+    result = Values()
+    for active in ks:
+        FORMATS[record.format].run_active_experts(stock.model, layers, active)
+        with progress.bar(f"k = {active}", tokens=1) as update:
+            result = perplexity(nats, text, window, corpus.windows_at_once, update)
+        changed = record.with_active_experts(active)
+        points.append(
+            {
+                "active_experts": active,
+                "active_fraction": changed.active_fraction,
+                "active_parameters": changed.parameters["active"],
+                **{
+                    name: result[name] for name in ("loss", "stderr", "perplexity", "bits_per_byte")
+                },
+            }
+        )
+        measured.append(result)
+    for point, each in zip(points, measured, strict=True):  # the last is k = E
+        change, stderr = difference(each, result)
+        point |= {"loss_above_all_experts": change, "loss_above_all_experts_stderr": stderr}
+    all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
+    return {
+        **{name: getattr(record, name) for name in ("name", "format", "source")},
+        "dtype": stock.dtype,
+        "num_experts": record.num_experts,
+        "active_experts": record.active_experts,
+        "dense_parameters": record.parameters["dense"],
+        "all_experts": {"model": all_experts, "perplexity": result["perplexity"]},
+        "points": points,
+        **{name: result[name] for name in ("text", "window", "tokens", "unit", "protocol")},
+    }
+
+
+def perplexity_table(models: Mapping[str, Values]) -> Table:
+    """Table of models' perplexities on one text; the others are compared with the first."""
+    first, *others = rows = [result | {"model": name} for name, result in models.items()]
+    unit, than_first = first["unit"], f"above {Path(first['model']).name}"
+    columns: dict[str, Callable[[Values], str]] = {
+        "model": lambda row: row["model"],
+        "perplexity": lambda row: f"{row['perplexity']:.3f}",
+        f"nats a {unit}": lambda row: nats_with_error(row["loss"], row.get("stderr"), ".4f"),
+        than_first: lambda row: nats_with_error(*difference(row, first), "+.4f"),
+        "bits a byte": lambda row: figure(row["bits_per_byte"]),
+    }
+    if not others:
+        del columns[than_first]
+    return table_of(
+        rows,
+        columns,
+        title=f"Perplexity per {unit}, windows of {first['window']:,}, {first['tokens']:,} tokens",
+        note=_protocol(first),
+    )
+
+
+def curve_table(curve: Values) -> Table:
+    """Table of an export's perplexity at several k."""
+    marks = {curve["active_experts"]: " (now)"}
+    marks[curve["num_experts"]] = f" ({curve['all_experts']['model']})"
+    return table_of(
+        curve["points"],
+        {
+            "k": lambda point: f"{point['active_experts']}{marks.get(point['active_experts'], '')}",
+            "of the FFN": lambda point: percent(point["active_fraction"]),
+            "active parameters": lambda point: f"{point['active_parameters']:,}",
+            "of all": lambda point: percent(point["active_parameters"] / curve["dense_parameters"]),
+            "perplexity": lambda point: f"{point['perplexity']:.3f}",
+            f"nats above k = {curve['num_experts']}": lambda point: nats_with_error(
+                point["loss_above_all_experts"],
+                point.get("loss_above_all_experts_stderr"),
+                "+.4f",
+            ),
+        },
+        title=f"Perplexity per {curve['unit']} at several k",
+        note=_protocol(curve),
+    )
+
+
+def text_names(result: Values) -> str:
+    """Names of the texts that were measured on, without their folders."""
+    return ", ".join(Path(text).name for text in result["text"])
+
+
+def _protocol(result: Values) -> str:
+    return f"Text: {', '.join(result['text'])}. {result['protocol']}"

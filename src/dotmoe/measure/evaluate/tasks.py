@@ -1,0 +1,299 @@
+"""Benchmark tasks of one model or two: the paper's tasks, local data, averages, kept results."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from dotmoe.common.distributed import resolved_device
+from dotmoe.common.errors import UserError, nearest
+from dotmoe.common.files import Values, read_json, sha256_of, write_json
+from dotmoe.common.progress import Progress
+from dotmoe.common.tables import Table, figure, table_of
+from dotmoe.measure.evaluate import harness
+from dotmoe.measure.evaluate.models import EvaluateConfig, model_folder, sides_of
+from dotmoe.models.checkpoint import fingerprint
+from dotmoe.models.load import resolved_dtype
+from dotmoe.run.folder import STAGES, provenance
+
+SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
+
+
+class Task(NamedTuple):
+    """A task of the paper's tables, or one that can be read from a folder."""
+
+    metric: str
+    """Metric in the paper's table: `acc`, or `acc_norm` (answers by log-likelihood per byte)."""
+    shots: int | None
+    """Number of solved examples per question in the paper's tables; None: the task is in none."""
+    definition: str
+    """Path of the harness's YAML for the task, in its folder of tasks, without suffix."""
+    scored: str
+    """Local file that is scored, without suffix; its name is the split. Solved examples come from
+    the file `train` beside it."""
+
+
+TASKS = {
+    "boolq": Task("acc", 32, "super_glue/boolq/default", "boolq/validation"),
+    "sciq": Task("acc", 0, "sciq/sciq", "sciq/test"),
+    "piqa": Task("acc", 0, "piqa/piqa", "piqa/validation"),
+    "winogrande": Task("acc", 5, "winogrande/default", "winogrande_xl/validation"),
+    "arc_challenge": Task("acc_norm", 25, "arc/arc_challenge", "ai2_arc/ARC-Challenge/test"),
+    "hellaswag": Task("acc_norm", 10, "hellaswag/hellaswag", "hellaswag/validation"),
+    # The paper does not state the shots of ARC-E.
+    "arc_easy": Task("acc_norm", 0, "arc/arc_easy", "ai2_arc/ARC-Easy/test"),
+    "wikitext": Task("", None, "wikitext/wikitext", "wikitext/test"),
+}
+STAND_INS = {
+    "sciq/test": {
+        "sciq/validation": "scored on the validation split, since there is no sciq/test: the "
+        "official number is of the test split",
+    },
+    "hellaswag/train": {
+        "hellaswag/train_fewshot_11": "solved examples are drawn from 11 rows of the training "
+        "split, not from all 39,905, so that prompts differ from the official ones",
+    },
+}
+"""Local files that replace a missing one, and the note that results then get."""
+PAPER = ("boolq", "sciq", "piqa", "winogrande", "arc_challenge", "hellaswag")
+"""The six tasks of tab:zero_shot_results and tab:fine_tuned_results."""
+SETS = {
+    "paper": {name: TASKS[name].metric for name in PAPER},
+    "paper_by_k": dict.fromkeys(("arc_easy", "arc_challenge", "piqa", "hellaswag"), "acc_norm")
+    | {"winogrande": "acc"},
+}
+"""Sets of tasks that `--tasks` accepts by name, with the metric of each task in the paper's table:
+the six tasks, and the five of tab:sparsity_detailed."""
+
+
+def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
+    """Run `config.tasks`; gives each model's `tasks`, as in their files, and `averages`.
+
+    A task that is already finished, for the same model and settings, is read and not run again; an
+    interrupted one starts anew. Raises `UserError` if there is no such harness, model, task or
+    file, or a result of other settings is where one would be written.
+    """
+    dtype = resolved_dtype(config.load.dtype, resolved_device(config.load.device))
+    settings: Values = {
+        "harness": harness.require_harness(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "limit": config.limit,
+        "chat_template": config.chat_template or None,  # as in results from before the option
+        "max_length": config.max_length,
+        "data": "hub",
+    }
+    named = (SETS.get(name, (name,)) for name in config.tasks)
+    local: dict[str, tuple[str, Mapping[str, Path]]] = {}
+    notes, identities = dict[str, list[str]](), dict[str, Values]()
+    for name in dict.fromkeys(chain.from_iterable(named)):
+        shots = TASKS[name].shots if name in TASKS and config.shots is None else config.shots
+        identities[name] = {"shots": shots} | settings
+        if config.task_data is not None:
+            files, notes[name] = local_files(Path(config.task_data), name, shots or 0)
+            local[name] = TASKS[name].definition, files
+            identities[name]["data"] = {
+                split: {"file": f"{file.parent.name}/{file.name}", "sha256": sha256_of(file)}
+                for split, file in files.items()
+            }
+    run_folder = Path(config.model)
+    is_run = (run_folder / STAGES["export"]).is_dir()
+    default = run_folder / STAGES["evaluate"] if is_run else f"evaluation-{run_folder.name}"
+    out = Path(config.out or default)
+    tasks = cache(lambda: harness.loaded_tasks(list(identities), local, list(SETS)))
+
+    def measured(label: str, folder: Path) -> Values:
+        model, results = config.names[label], dict[str, Values]()
+        weights, runner = fingerprint(folder), cache(lambda: harness.harness_model(folder, config))
+        for name, same_of_all in identities.items():
+            identity = same_of_all | {"model": weights}
+            file = out / ("tasks" if label == "model" else label) / f"{name}.json"
+            if file.is_file():
+                results[name] = _finished(file, identity)
+                progress.log(f"{model}: {name} is finished already")
+                continue
+            loaded = tasks()[name]
+            progress.log(f"{model}: {name}")
+            scored = harness.run_tasks(
+                runner(), loaded, identity["shots"], config.limit, as_chat=config.chat_template
+            )
+            mark_main(scored["scores"], name)
+            scored["notes"] = notes.get(name, []) + scored["notes"]
+            results[name] = {
+                "origin": "measured",
+                "task": name,
+                "model": {"name": model, "context": runner().max_length},
+                "limit": config.limit,
+                **scored,
+                "identity": identity,
+                "provenance": provenance(1234),  # the harness's own seed of solved examples
+            }
+            write_json(file, results[name])
+        return of_model(model, results.values())
+
+    folders = {label: model_folder(name) for label, name in config.names.items()}
+    with harness.quiet_harness():
+        return {label: measured(label, folder) for label, folder in folders.items()}
+
+
+def _finished(file: Path, identity: Values) -> Values:
+    """The existing result; raises `UserError` if it is of another model or other settings."""
+    result = read_json(file)
+    stored = result.get("identity", {})
+    for key, value in identity.items():
+        if stored.get(key) != value:
+            values = "" if key in ("model", "data") else f" ({stored.get(key)}, not {value})"
+            raise UserError(
+                f"{file} holds a result with another {key}{values}. Choose another folder with "
+                "--out, or delete that file."
+            )
+    return result
+
+
+def local_files(folder: Path, name: str, shots: int) -> tuple[dict[str, Path], list[str]]:
+    """Files of one task below a folder, by split, and how they differ from the official data.
+
+    With solved examples (`shots`) the training split is included. Raises `UserError` if the task is
+    not in `TASKS`, or a file that it needs is missing.
+    """
+    if name not in TASKS:
+        raise UserError(
+            f"{name} cannot be read from a folder; {', '.join(TASKS)} can."
+            f"{nearest(name, [*SETS, *TASKS])} Leave out --task-data to take it from the hub."
+        )
+    files, notes = dict[str, Path](), []
+    scored = TASKS[name].scored
+    for path in (f"{Path(scored).parent}/train", scored) if shots else (scored,):
+        taken = {path: "", **STAND_INS.get(path, {})}
+        places = ((folder / f"{each}{suffix}", each) for each in taken for suffix in SUFFIXES)
+        file, source = next((place for place in places if place[0].is_file()), (None, ""))
+        if file is None:
+            wanted = " or ".join(f"{each}{SUFFIXES[0]}" for each in taken)
+            raise UserError(
+                f"{name} needs {wanted} below {folder} (also as {', '.join(SUFFIXES[1:])}), and it "
+                "is not there. Put it there, or leave out --task-data to take it from the hub."
+            )
+        files[Path(source).name.split("_")[0]] = file.resolve()
+        if taken[source]:
+            notes.append(taken[source])
+    return files, notes
+
+
+def mark_main(scores: Sequence[Values], name: str) -> None:
+    """Set `is_main` of each score: true for the one that represents the task or group `name`.
+
+    It is the one in the paper's metric, else in `acc`, else the first; no member of a group has it.
+    """
+    metrics = [score["metric"] for score in scores if score["task"] == name]
+    preferred = (TASKS[name].metric if name in TASKS else "", "acc", *metrics)
+    main = next((metric for metric in preferred if metric in metrics), None)
+    for score in scores:
+        score["is_main"] = (score["task"], score["metric"]) == (name, main)
+
+
+def of_model(name: str, results: Iterable[Values]) -> Values:
+    """The finished tasks of a model, and `averages` of its scores (see `mean_of`).
+
+    `averages`: of each of `SETS` whose tasks are all there, in the set's metrics; and `tasks`, of
+    the main scores of all tasks that have a share of right answers, if those are two or more.
+    """
+    tasks = {result["task"]: result for result in results}
+    scores = {
+        (score["task"], score["metric"]): score
+        for each in tasks.values()
+        for score in each["scores"]
+    }
+    averages = {
+        label: mean_of([scores[key] for key in metrics.items()])
+        for label, metrics in SETS.items()
+        if scores.keys() >= {*metrics.items()}
+    }
+    shares = [score for score in main_scores(tasks).values() if is_share(score)]
+    if len(shares) > 1:
+        averages["tasks"] = mean_of(shares)
+    return {"name": name, "averages": averages, "tasks": tasks}
+
+
+def mean_of(scores: Sequence[Values]) -> Values:
+    """Unweighted mean of scores: `value`, `stderr` (None if that of a score is not known), `of`.
+
+    `of` has the value of each task and metric.
+    """
+    values, errors = zip(*((each["value"], each["stderr"]) for each in scores), strict=True)
+    stderr = None if None in errors else math.hypot(*errors) / len(errors)
+    of = {f"{each['task']} {each['metric']}": each["value"] for each in scores}
+    return {"metric": "acc", "value": fmean(values), "stderr": stderr, "of": of}
+
+
+def main_scores(tasks: Mapping[str, Values]) -> dict[str, Values]:
+    """The main score of each task."""
+    scores = (score for task in tasks.values() for score in task["scores"])
+    return {score["task"]: score for score in scores if score["is_main"]}
+
+
+def shown_tasks(result: Values) -> list[Table | str]:
+    """Table of the main scores of each model; lines with their average and notes on the tasks."""
+    sides, lines, notes = sides_of(result), list[str](), dict[str, dict[str, None]]()
+    scores = [main_scores(side["tasks"]) for side in sides]
+    for side in sides:
+        for label, average in side["averages"].items():
+            if label != "tasks" or len(side["averages"]) == 1:
+                of = ", ".join(f"{name} {100 * value:.1f}" for name, value in average["of"].items())
+                lines.append(f"{side['name']}: {with_error(average)}, average of {label} ({of})")
+        for name, task in side["tasks"].items():
+            for note in task["notes"]:
+                notes.setdefault(note, {})[name] = None
+    others = scores[0]
+    columns: dict[str, Callable[[Values], str | None]] = {
+        "task": lambda score: score["task"],
+        "metric": lambda score: score["metric"],
+        "shots": lambda score: str(score["shots"]),
+        "questions": lambda score: f"{score['questions']:,}",
+        "guessing": lambda score: figure(score["chance"] and 100 * score["chance"], ".0f"),
+    }
+    columns[sides[0]["name"]] = lambda score: with_error(others.get(score["task"]))
+    if len(sides) > 1:
+        columns[sides[1]["name"]] = with_error
+        columns["difference"] = lambda score: _change(score, others.get(score["task"]))
+    table = table_of(
+        scores[-1].values(),
+        columns,
+        title="Benchmark tasks, per cent ± one standard error",
+        note="guessing: evenly, or always the most frequent answer. *: the difference exceeds two "
+        "standard errors.",
+        words=2,
+    )
+    return [table, *lines, *(f"{', '.join(names)}: {note}." for note, names in notes.items())]
+
+
+def is_share(score: Values) -> bool:
+    """Whether a score is a share of right answers, 0 to 1."""
+    name, _, _ = score["metric"].partition(",")  # a filter's name may follow
+    return name in ("acc", "acc_norm", "exact_match")
+
+
+def differ(score: Values, other: Values) -> bool:
+    """Whether two scores differ by more than two standard errors, as if those were independent.
+
+    Both models answer the same questions, so this test may miss a difference.
+    """
+    errors = score["stderr"], other["stderr"]
+    return None not in errors and abs(score["value"] - other["value"]) > 2 * math.hypot(*errors)
+
+
+def _change(score: Values, other: Values | None) -> str | None:
+    if other is None:
+        return None
+    factor = 100 if is_share(score) else 1
+    return f"{factor * (score['value'] - other['value']):+.3g}" + " *" * differ(score, other)
+
+
+def with_error(score: Values | None) -> str | None:
+    """A score and its standard error, if that is known; shares of right answers in per cent."""
+    if score is None:
+        return None
+    factor, form = (100, ".1f") if is_share(score) else (1, ".3f")
+    error = "" if score["stderr"] is None else f" ± {factor * score['stderr']:{form}}"
+    return f"{factor * score['value']:{form}}{error}"

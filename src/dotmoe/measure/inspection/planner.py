@@ -1,0 +1,291 @@
+"""Plan where and how a conversion would run: whether it fits, how fast, how long.
+
+The time of a step is that of its matrix products, and of the bytes that other operations move,
+counted in passes over the model width, the FFN width and the vocabulary. The passes of a forward
+are fitted to measured steps; a backward makes twice as many. Nothing overlaps within a device.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.benchmark import Timer
+
+from dotmoe.common.distributed import memory_of
+from dotmoe.measure.inspection.sizes import FLOAT32, Sizes, Step, step_memory
+from dotmoe.method.repair import RIDGES
+
+ROUTED_PASSES = 3
+"""Memory passes over an expert's input, for each of k: inputs are gathered, outputs summed."""
+ASSIGNMENT_BYTES = 190
+"""Bytes per entry of A and step: Newton's method, rounding, implicit gradient, plan's gradient."""
+ADAM_BYTES = 40
+"""Bytes per trained entry: clipping reads the gradient twice; AdamW reads four and writes three."""
+USABLE_SHARE = 0.9
+"""Share of a GPU's memory to use; the rest is for framework, allocator and errors of estimates."""
+AS_FAST = 0.99
+"""Share of the highest speed that still counts as the highest."""
+LINK_SHARE = 0.7
+"""Share of a link's rate that collectives are assumed to reach."""
+MOST_GPUS = 1_024
+"""Largest number of GPUs that is tried."""
+
+
+class Efficiency(NamedTuple):
+    """Shares of a device's rates that a step reaches, and passes of its operations over memory.
+
+    `width` and `neurons` count passes of a layer's forward (masks and routers included),
+    `vocabulary` those of the distillation loss and its gradient over the logits of a token.
+    """
+
+    products: float
+    moved: float
+    width: int
+    neurons: int
+    vocabulary: int
+
+
+ON_CPU = Efficiency(products=0.95, moved=0.65, width=31, neurons=13, vocabulary=44)
+"""Efficiency of CPUs, fitted to measured steps."""
+ON_GPU = Efficiency(products=0.65, moved=0.75, width=56, neurons=5, vocabulary=60)
+"""Efficiency of GPUs, assumed, not measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accelerator:
+    """A machine to plan for: this one, measured, or a GPU type as its vendor describes it.
+
+    Rates are those of matrix products in `dtype` (measured on large ones, or the dense tensor-core
+    peak) and of memory reads and writes. Link rates are for one direction: to the other GPUs of its
+    node (NVLink, or PCIe), and to other nodes (its share of the node's InfiniBand).
+    """
+
+    name: str
+    dtype: str = "bfloat16"
+    flops_per_s: float
+    bytes_per_s: float
+    memory_bytes: int = 0
+    link_bytes_per_s: float = 0
+    network_bytes_per_s: float = 0
+    on_cpu: bool = False
+    origin: str = "quoted"
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """The share of its rates that a step reaches."""
+        return ON_CPU if self.on_cpu else ON_GPU
+
+    @property
+    def held(self) -> Literal[2, 4]:
+        """Bytes of a dense weight in its memory."""
+        return 4 if self.dtype == "float32" else 2
+
+
+ACCELERATORS = {
+    name: Accelerator(
+        name=f"{name.upper()} {memory} GB",
+        flops_per_s=tflops * 1e12,
+        bytes_per_s=rate * 1e12,
+        memory_bytes=memory * 10**9,
+        link_bytes_per_s=link * 1e9,
+        network_bytes_per_s=network * 1e9,
+    )
+    for name, tflops, memory, rate, link, network in (
+        ("a100", 312, 80, 2.039, 300, 25),
+        ("h100", 989, 80, 3.35, 450, 50),
+        ("h200", 989, 141, 4.8, 450, 50),
+        ("b200", 2_250, 180, 8, 900, 50),
+        ("l40s", 362, 48, 0.864, 32, 25),
+    )
+}
+"""GPU types by vendors' data: bfloat16 TFLOP/s, memory in GB, its TB/s, link and network GB/s."""
+
+
+def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Accelerator:
+    """This machine, measured by matrix products and memory copies, for about `seconds` each."""
+    on_cpu = device.type == "cpu"
+    width, entries = (512, 1 << 24) if on_cpu else (8_192, 1 << 28)
+    # Varied entries: a GPU multiplies constants faster than it would real data.
+    matrix = torch.linspace(-1, 1, width * width, device=device).view(width, width).to(dtype)
+    source = torch.zeros(entries, device=device)
+    names = {"a": matrix, "x": source, "y": torch.empty_like(source)}
+    product_s, copy_s = (
+        Timer(statement, globals=names, num_threads=torch.get_num_threads())
+        .blocked_autorange(min_run_time=seconds)
+        .mean
+        for statement in ("a @ a", "y.copy_(x)")
+    )
+    return Accelerator(
+        name="this CPU" if on_cpu else torch.cuda.get_device_name(device),
+        dtype=dtype_name(dtype),
+        flops_per_s=2 * width**3 / product_s,
+        bytes_per_s=2 * source.nbytes / copy_s,
+        memory_bytes=memory_of(device),
+        on_cpu=on_cpu,
+        origin="measured",
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a dtype: `bfloat16`, not `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def products(step: Step) -> dict[str, int]:
+    """FLOP of the matrix products of one step on one GPU, by part.
+
+    A backward costs one forward for the activations and, if all weights are trained, one more for
+    the weights. Attention counts the whole square. An alignment runs teacher and student.
+    """
+    sizes, counts, widths = step.sizes, step.sizes.counts, step.sizes.widths
+    tokens, trains_all = step.part(step.batch_size) * step.seq_len, step.train == "everything"
+    ffn = counts.ffn_total if step.is_alignment else counts.ffn_active
+    linear = 2 * (counts.attention_and_norms + ffn + counts.routers)
+    scores = 4 * step.seq_len * sizes.queries * widths.layers
+    head = (2 + step.is_alignment + trains_all) * 2 * widths.vocabulary * widths.model
+    again = step.checkpointing * (linear + scores)
+    plan = 2 * sizes.affinities * step.is_alignment  # neurons' gradients are summed by expert
+    return {
+        "forward": tokens * (1 + step.is_alignment) * (linear + scores),
+        "head and loss": tokens * head,
+        "backward": tokens * ((1 + trains_all) * linear + 2 * scores + again + plan),
+    }
+
+
+def repair_flops(sizes: Sizes, tokens: int, epochs: int) -> int:
+    """FLOP of a repair on `tokens` tokens as if all were in float32; those in float64 count twice.
+
+    The dense stream goes through the layers once and the masked one twice. The Gram matrix and its
+    solutions have the size of a projection's inputs. A pass of training costs 7/3 forwards of the
+    FFN, whose input needs no gradient.
+    """
+    counts, width = sizes.counts, sizes.widths.model
+    streams = 3 * 2 * (counts.attention_and_norms + counts.ffn_total) * tokens
+    trained = (sizes.split.target == "ffn") * epochs * 14 * counts.ffn_total * tokens // 3
+    refitted: int = sum(
+        2 * tokens * n * (n + width) + (len(RIDGES) + 1) * n**2 * (n // 3 + 2 * width)
+        for n in sizes.repaired_inputs
+    )
+    return streams + trained + 2 * sizes.moe_layers * refitted
+
+
+def bytes_moved(step: Step, passes: Efficiency) -> dict[str, int]:
+    """Bytes that all but matrix products read and write in one step on one GPU, by part."""
+    sizes, widths, tokens = step.sizes, step.sizes.widths, step.part(step.batch_size) * step.seq_len
+    layer = passes.width * widths.model + passes.neurons * step.neurons
+    logits = passes.vocabulary * widths.vocabulary
+    if step.is_alignment:
+        optimizer = (ADAM_BYTES + ASSIGNMENT_BYTES) * step.own_affinities
+        optimizer += ADAM_BYTES * sizes.counts.routers
+    else:
+        layer += ROUTED_PASSES * sizes.split.active_experts * widths.model
+        logits //= 2  # logits of one model, not two
+        optimizer = ADAM_BYTES * (step.part(step.trained) if step.sharded else step.trained)
+    forward = tokens * step.held * widths.layers * layer
+    return {
+        "forward": (1 + step.is_alignment) * forward,
+        "head and loss": tokens * step.held * logits,
+        "backward": (2 + step.checkpointing) * forward,
+        "assignment and optimizer" if step.is_alignment else "optimizer": optimizer,
+    }
+
+
+def seconds(step: Step, machine: Accelerator) -> dict[str, float]:
+    """Time of one step by part, without communication: products / (u_p F) + moved / (u_m B).
+
+    F and B are the rates of the device, u_p and u_m the shares of them that a step reaches.
+    """
+    share, flops = machine.efficiency, products(step)
+    return {
+        part: flops.get(part, 0) / (share.products * machine.flops_per_s)
+        + amount / (share.moved * machine.bytes_per_s)
+        for part, amount in bytes_moved(step, share).items()
+    }
+
+
+def traffic(step: Step) -> int:
+    """Bytes that one GPU exchanges in a step: weights gathered, and gradients reduced.
+
+    For every micro-batch, sharded layers are gathered for teacher, student and backward, or (in
+    finetuning) for forward and backward. An alignment reduces the plan's gradient to the owner of
+    each layer. Finetuning sums gradients on every GPU; those of sharded weights only on their
+    owner, but for every micro-batch.
+    """
+    sizes, times = step.sizes, -(-step.part(step.batch_size) // step.micro_batch_size)
+    layers = step.held * sizes.widths.layers * sizes.layer_parameters
+    gathering = step.sharded * times * (2 + step.is_alignment) * layers
+    if step.is_alignment:
+        return gathering + FLOAT32 * sizes.affinities
+    is_owned = step.sharded and step.train == "everything"
+    return gathering + FLOAT32 * step.trained * (times if is_owned else 2)
+
+
+def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int) -> dict[str, Any]:
+    """Recommend how to run on `tokens` tokens on `nodes` nodes of `gpus` GPUs, as JSON values.
+
+    `choices` are the ways to run at the largest micro-batch: whole weights, sharded ones, and both
+    with checkpointing. `recommended` is the fastest that fits, or an earlier one that is as fast;
+    if none fits it is None, as are the hours, and `gpus_needed` is how many GPUs would do.
+    """
+    ranks, choices = gpus * nodes, []
+    step = replace(step, held=machine.held, on_cpu=machine.on_cpu)
+    for checkpointing, sharded in product((False, True), (False, True)[: min(2, ranks)]):
+        way = replace(step, ranks=ranks, sharded=sharded, checkpointing=checkpointing)
+        fits = most_at_once(way, machine)
+        way = replace(way, micro_batch_size=max(1, fits))
+        choices.append({**_on_machine(way, machine, gpus, nodes), "fits": fits > 0})
+    fitting = [choice for choice in choices if choice["fits"]]
+    best = max((choice["tokens_per_s"] for choice in fitting), default=0)
+    chosen = next((each for each in fitting if each["tokens_per_s"] >= AS_FAST * best), None)
+    least = replace(step, sharded=True, checkpointing=True)
+    enough = (n for n in range(1, MOST_GPUS + 1) if most_at_once(replace(least, ranks=n), machine))
+    hours = None if chosen is None else tokens / chosen["tokens_per_s"] / 3_600
+    return {
+        "gpu": machine.name,
+        "gpus": gpus,
+        "nodes": nodes,
+        "origin": machine.origin,
+        "choices": choices,
+        "recommended": chosen,
+        "gpus_needed": next(enough, None) if chosen is None else None,
+        "hours": hours,
+        "gpu_hours": None if hours is None else hours * ranks,
+    }
+
+
+def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict[str, Any]:
+    """Memory of each GPU by item, and seconds of a step by part, as JSON values.
+
+    Communication overlaps with computation as far as that lasts.
+    """
+    parts, memory = seconds(step, machine), step_memory(step)
+    if step.ranks > 1:
+        # Between nodes all GPUs of a node receive for each other, so their links add up.
+        network = gpus * machine.network_bytes_per_s if nodes > 1 else machine.link_bytes_per_s
+        rate = LINK_SHARE * min(machine.link_bytes_per_s, network)
+        communication = (1 - 1 / step.ranks) * traffic(step) / rate
+        parts["waiting for communication"] = max(0.0, communication - sum(parts.values()))
+    step_s = sum(parts.values())
+    return {
+        "way": ("sharded" if step.sharded else "whole") + ", ckpt" * step.checkpointing,
+        "sharded": step.sharded,
+        "checkpointing": step.checkpointing,
+        "micro_batch_size": step.micro_batch_size,
+        "memory": memory,
+        "memory_total": sum(memory.values()),
+        "parts": parts,
+        "step_s": step_s,
+        "tokens_per_s": step.tokens / step_s,
+    }
+
+
+def most_at_once(step: Step, machine: Accelerator) -> int:
+    """The largest micro-batch with which a step fits on each GPU; 0 if none fits."""
+
+    def memory(size: int) -> int:
+        return sum(step_memory(replace(step, micro_batch_size=size)).values())
+
+    sizes = range(1, step.part(step.batch_size) + 1)
+    return bisect_right(sizes, USABLE_SHARE * machine.memory_bytes, key=memory)

@@ -1,0 +1,242 @@
+"""Sizes of a model and of a step, and what a conversion holds in memory and on disk.
+
+Bytes are for planning: allocator slack, the framework itself (about 1 GiB on a GPU) and the
+operating system come on top.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dotmoe.method.finetuning import FinetuneConfig
+from dotmoe.method.granularity import Granularity, count_parameters, parts_of
+from dotmoe.method.objective import chunk_rows
+from dotmoe.models.family import TARGETS, family_of, widths_of
+
+Items = Mapping[str, int]
+"""Numbers of bytes, by what they hold."""
+
+FLOAT32 = 4
+FFN_TENSORS_IN_BACKWARD = 5
+"""Number of tensors as wide as the neurons that compute, while the gradient passes one FFN."""
+ROWS_IN_BACKWARD = 4
+"""Number of tensors of k rows per token at one moment of an expert layer's backward."""
+
+
+class Sizes:
+    """The sizes of a model and its split that the estimates use.
+
+    `stored` is the dtype of the dense checkpoint, `written` that of the exported one.
+    """
+
+    def __init__(
+        self, config: Any, split: Granularity, *, stored: torch.dtype, written: torch.dtype
+    ) -> None:
+        family = family_of(config)
+        self.split, self.stored, self.written = split, stored, written
+        self.widths, self.traits = widths_of(config), family.traits(config)
+        self.counts = counts = count_parameters(config, family, split)
+        self.queries: int = config.num_attention_heads * self.traits.head_dim
+        """Number of entries of a token's queries in one layer."""
+        self.head_width: int = self.queries + config.num_key_value_heads * self.traits.head_dim
+        """Number of entries of a token's queries and keys in one layer."""
+        self.moe_layers = self.widths.layers - split.first_dense_layers
+        self.affinities_of_a_layer = sum(part.units * part.columns for part in parts_of(split))
+        """Number of entries of A, over all targets, in a layer that is split."""
+        self.affinities = self.moe_layers * self.affinities_of_a_layer
+        self.repaired_inputs = [TARGETS[part.target].inputs(config) for part in parts_of(split)]
+        """Numbers of inputs of the projections that a repair refits: W_down, W_O or both."""
+        self.has_heads = split.targets != "ffn"
+        # The last norm, of the model width, belongs to no layer.
+        in_layers = counts.attention_and_norms - self.widths.model + counts.ffn_total
+        self.layer_parameters = in_layers // self.widths.layers
+        """Number of parameters of one decoder layer: attention, norms, FFN."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One optimizer step of alignment or finetuning, on one of the GPUs that share it.
+
+    Sharded weights are divided as by FSDP2: every tensor by rows, and a layer is whole only while
+    it runs. Affinities and their Adam moments are always divided by layer; routers are small and
+    whole everywhere.
+    """
+
+    sizes: Sizes
+    batch_size: int
+    """Sequences per step, over all GPUs."""
+    seq_len: int
+    micro_batch_size: int = 1
+    """Sequences in memory at once on each GPU."""
+    held: Literal[2, 4] = 2
+    """Bytes of a dense weight in memory."""
+    train: Literal["assignment", "everything", "router", "lora"] = "assignment"
+    """`assignment`: an alignment, with a teacher, all experts running and dense weights frozen."""
+    on_cpu: bool = False
+    checkpointing: bool = False
+    """Keep only each layer's input, and compute the layer again in the backward."""
+    ranks: int = 1
+    """Number of GPUs, over all nodes."""
+    sharded: bool = False
+    """Each GPU keeps a part of every dense weight."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step, over all GPUs."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def is_alignment(self) -> bool:
+        """Whether the step learns assignment and routers, from a teacher."""
+        return self.train == "assignment"
+
+    @property
+    def neurons(self) -> int:
+        """Number of neurons of an FFN that compute for a token."""
+        split = self.sizes.split
+        all_run = self.is_alignment or split.target == "attention"
+        return self.sizes.widths.ffn if all_run else split.active_units
+
+    @property
+    def own_affinities(self) -> int:
+        """Number of entries of A on this GPU, [L / ranks, N, E], with L / ranks rounded up."""
+        return self.part(self.sizes.moe_layers) * self.sizes.affinities_of_a_layer
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that finetuning trains, on all GPUs together.
+
+        An adapter of a projection from a to b has rank * (a + b) entries; all projections of
+        attention have one, and each expert's three.
+        """
+        sizes, split, width = self.sizes, self.sizes.split, self.sizes.widths.model
+        if self.train != "lora":
+            return sizes.counts.stored if self.train == "everything" else sizes.counts.routers
+        entries = sizes.widths.layers * (4 * width + 2 * sizes.head_width)
+        entries += sizes.moe_layers * 3 * split.num_experts * (width + split.expert_size)
+        return sizes.counts.routers + FinetuneConfig().lora_rank * entries
+
+    def part(self, number: int) -> int:
+        """The part of `number` items on one GPU, rounded up."""
+        return -(-number // self.ranks)
+
+
+def step_memory(step: Step) -> Items:
+    """Peak memory of one optimizer step on one GPU, in the backward of a micro-batch."""
+    sizes, counts, width = step.sizes, step.sizes.counts, step.sizes.widths.model
+    tokens, layers = step.micro_batch_size * step.seq_len, sizes.widths.layers
+    stream, layer = step.held * width * tokens, kept_per_token(step) * tokens
+    kept = layers * stream + layer if step.checkpointing else layers * layer
+    weights, working = counts.dense_total, FFN_TENSORS_IN_BACKWARD * step.neurons
+    if step.sharded and step.ranks > 1:
+        weights = gathered(sizes) + (step.train != "everything") * step.part(weights)
+    if step.train == "lora":
+        # The sum of an expert's weights and its adapters stays for the layer's backward.
+        weights += counts.ffn_total // (layers if step.checkpointing else 1)
+    if step.is_alignment:
+        own, routers = step.own_affinities, counts.routers
+        trained = {
+            "affinities, routers, Adam": 3 * FLOAT32 * (own + routers),
+            # The plan's gradient is whole on each GPU.
+            "soft plan and gradients": FLOAT32 * (own + sizes.affinities + routers),
+        }
+    else:
+        is_divided = step.sharded and step.train == "everything"
+        own = step.part(step.trained) if is_divided else step.trained
+        trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
+        working += ROWS_IN_BACKWARD * sizes.split.active_experts * width
+    # One chunk of logits: three tensors in float32, and the logits themselves if in 16 bits.
+    vocabulary = sizes.widths.vocabulary
+    rows = min(tokens, chunk_rows(vocabulary, on_cpu=step.on_cpu))
+    chunk = rows * vocabulary * (3 * FLOAT32 + step.held * (step.held < FLOAT32))
+    return {
+        "dense weights": step.held * weights,
+        **trained,
+        "activations kept for the backward": kept,
+        "buffers of one layer, or one chunk of logits": max(step.held * working * tokens, chunk),
+        "hidden states": (3 if step.is_alignment else 2) * stream,
+    }
+
+
+def gathered(sizes: Sizes) -> int:
+    """Number of sharded parameters whole at one moment: this layer and the next, or the head."""
+    layers = min(2, sizes.widths.layers) * sizes.layer_parameters
+    return max(layers, sizes.widths.vocabulary * sizes.widths.model)
+
+
+def kept_per_token(step: Step) -> int:
+    """Bytes that the backward pass of one layer keeps for each token.
+
+        b * (2 N + 2 (H + H_kv) * head_dim) + 4 * (3 D + 4 E)
+
+    Frozen projections keep none of their inputs. In float32: the inputs of both norms and of the
+    router, four tensors of router scores, and the inputs of query and key norms if there are any.
+    In finetuning N counts only neurons that run, and b * D is added. If experts are trained or
+    adapted, their inputs are added, b * (N + k * D); if all weights are, attention's too, b * D.
+    """
+    sizes, width = step.sizes, step.sizes.widths.model
+    inputs = {"assignment": 0, "everything": 2}.get(step.train, 1)
+    trains_experts = step.train in ("everything", "lora")
+    inputs += trains_experts * sizes.split.active_experts
+    norms = 0 if sizes.traits.qk_norm == "none" else sizes.head_width
+    narrow = (2 + trains_experts) * step.neurons + 2 * sizes.head_width + inputs * width
+    return step.held * narrow + FLOAT32 * (3 * width + 4 * sizes.split.num_experts + norms)
+
+
+def calibration_memory(sizes: Sizes, tokens: int, held: int) -> Items:
+    """Peak memory of the start from data on `tokens` tokens, with weights of `held` bytes each."""
+    widths = sizes.widths
+    return {
+        "dense weights": held * sizes.counts.dense_total,
+        # FFN inputs of one layer are held in float64, too.
+        "stream and FFN inputs": (2 * held + 2 * FLOAT32) * widths.model * tokens,
+        # Activations, their absolute values, and these times the norms of W_down's columns.
+        "contributions of one layer": 3 * FLOAT32 * widths.ffn * tokens,
+        "affinities and routers": FLOAT32 * (sizes.affinities + sizes.counts.routers),
+    }
+
+
+def repair_memory(sizes: Sizes, tokens: int, held: int) -> Items:
+    """Peak memory of a repair on `tokens` tokens; with a GPU, the host holds the second item."""
+    widths = sizes.widths
+    trained = 6 * FLOAT32 * 3 * widths.ffn * widths.model * (sizes.split.target == "ffn")
+    matrices = 5 * 2 * FLOAT32 * max(sizes.repaired_inputs) ** 2
+    return {
+        "dense weights": held * sizes.counts.dense_total,
+        "both streams, FFN inputs and wanted outputs": 4 * held * widths.model * tokens,
+        "matrices in float64, then one FFN's training": max(matrices, trained),
+    }
+
+
+def exported_bytes(sizes: Sizes) -> Items:
+    """Bytes of the exported folder (glm4_moe, or dotmoe for experts made of heads)."""
+    written, split = sizes.written.itemsize, sizes.split
+    tied = 0 if sizes.counts.output_head else sizes.counts.input_embedding
+    always = {
+        "exported weights and routers": written * sizes.counts.stored,
+        "tied head written out": written * tied,
+    }
+    if sizes.has_heads:
+        return always
+    empty = 0 if split.shared_size else split.expert_size
+    zeros = 3 * empty * sizes.widths.model * sizes.moe_layers
+    return always | {
+        "zero shared expert of the format": written * zeros,
+        "router score biases": FLOAT32 * sizes.moe_layers * split.num_experts,
+    }
+
+
+def disk(sizes: Sizes, tokens: int) -> Items:
+    """Bytes on disk of a run that reads `tokens` tokens."""
+    trainables = sizes.affinities + sizes.counts.routers
+    units = sizes.widths.layers * sum(part.units for part in parts_of(sizes.split))
+    return {
+        "dense checkpoint (unless it is there)": sizes.stored.itemsize * sizes.counts.dense_total,
+        "packed tokens": 4 * tokens,
+        # A, routers and both moments; while a new one is written, the last one still exists.
+        "two alignment checkpoints": 2 * 3 * FLOAT32 * trainables,
+        "layout": FLOAT32 * (units + sizes.counts.routers),
+        "exported folder": sum(exported_bytes(sizes).values()),
+    }

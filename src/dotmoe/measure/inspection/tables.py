@@ -1,0 +1,124 @@
+"""An inspection as tables for a terminal of 80 columns or more."""
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from dotmoe.common.files import Values
+from dotmoe.common.tables import Table, in_bytes, in_time, table_of, to_rich
+from dotmoe.method.granularity import Granularity, parts_of
+
+
+def render(record: Values) -> RenderableType:
+    """Render a record of `inspect_model`: the conversion, its cost, and warnings."""
+    before = [_model(record), counts_table(record["counts"]), _sizes(record)]
+    after = [_plans(record["run"], record["plans"])] if record["plans"] else []
+    rows = [["warning:", warning] for warning in record["warnings"]]
+    rows += [["serving:", limit] for limit in record["limits"]]
+    if rows:
+        after.append(Table(columns=("", ""), rows=rows, words=2))
+    return Group(*map(to_rich, before), Text(_repair(record)), *map(to_rich, after))
+
+
+def _model(record: Values) -> Table:
+    parts, widths = parts_of(Granularity.of(record["granularity"])), record["widths"]
+    first, layers = parts[0].first_dense_layers, widths["layers"]
+    which = f"layers {first} to {layers - 1}: " if first else "every layer "
+    model = (
+        f"{record['model_type']}, {layers} layers, model width {widths['model']:,}, FFN width "
+        f"{widths['ffn']:,}, vocabulary {widths['vocabulary']:,}, context {widths['context']:,}, "
+        f"stored as {record['stored_dtype']}"
+    )
+    rows = [["model", model]]
+    for part in parts:
+        units, whole = "neurons", "FFN neurons"
+        if part.target == "attention":
+            units, whole = "query heads", "query heads; all keys and values"
+        shared = f"and {part.shared_size} neurons always, " if part.shared_size else ""
+        experts = (
+            f"{which}{part.num_experts} experts of {part.expert_size} {units}; "
+            f"{part.active_experts} run per token, {shared}"
+            f"{part.active_fraction:.1%} of the {whole}"
+        )
+        rows.append(["split", experts])
+    return Table(columns=("", ""), rows=rows, words=2)
+
+
+def counts_table(counts: Values, title: str = "") -> Table:
+    """Table of the `ParameterCounts` given; each weight counts once, however often it is stored."""
+    whole = " (whole)" if counts.get("heads_total") else ""
+    names = {
+        "dense_total": "dense model",
+        "stored": "dense model and routers",
+        "written": "  in the files of the export",
+        "active": "active per token",
+        "active_with_routers": "  with routers",
+        "active_without_embeddings": "  without embeddings and head",
+        "floor": "outside what is split: always active",
+        "attention_and_norms": f"  attention{whole} and norms",
+        "input_embedding": "  input embedding",
+        "output_head": "  output head" + " (tied)" * (counts.get("output_head") == 0),
+    }
+    return table_of(
+        [name for name in names if name in counts],
+        {
+            "parameters (exact)": lambda key: names[key],
+            "count": lambda key: f"{counts[key]:,}",
+            "of dense": lambda key: f"{counts[key] / counts['dense_total']:.1%}",
+        },
+        title=title,
+    )
+
+
+def _sizes(record: Values) -> Table:
+    names = {
+        "calibration_memory": "start from data",
+        "repair_memory": "repair",
+        "disk": "disk",
+        "exported": "  exported checkpoint",
+    }
+    title = f"memory and disk (estimated; weights in {record['here']['held']} bytes each)"
+    total = {"size": lambda key: in_bytes(record[f"{key}_total"])}
+    note = "--json lists the items of each size."
+    return table_of(names, {title: lambda key: names[key], **total}, note=note)
+
+
+def _repair(record: Values) -> str:
+    """The default recipe's repair on this machine."""
+    here, tokens = record["here"], record["run"]["repair_tokens"]
+    return (
+        f"on {here['name']}, {here['dtype']} (estimated; measured "
+        f"{here['flops_per_s'] / 1e12:,.3g} TFLOP/s, {here['bytes_per_s'] / 1e9:,.3g} GB/s):\n"
+        f"  default repair: {tokens:,} tokens, {record['repair_flops']:.2e} "
+        f"FLOP, mostly in float32: {in_time(here['hours_repair'])}\n"
+    )
+
+
+def _plans(run: Values, plans: list[Values]) -> Table:
+    """The recommended way to run on each machine, its speed and how long it takes."""
+    rows = []
+    for plan in plans:
+        if way := plan["recommended"]:
+            at_once, memory = str(way["micro_batch_size"]), in_bytes(way["memory_total"])
+            speed, hours = f"{way['tokens_per_s']:,.0f}", f"{plan['gpu_hours']:,.0f}"
+            time = in_time(plan["hours"])
+            rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])
+        else:
+            needed = plan["gpus_needed"] if plan["origin"] != "measured" else None
+            why = f"needs {needed} of them" if needed else "does not fit"
+            rows.append([_machine(plan), why, *[""] * 5])
+    task = {"align": "alignment (optional)", "finetune": "finetuning"}[run["task"]]
+    return Table(
+        title=f"{task} of {run['tokens']:,} tokens (estimated; GPUs with weights in 2 bytes each, "
+        "at assumed shares of the rates that vendors quote, not measured)",
+        columns=("on", "weights", "at once", "memory", "tokens/s", "time", "GPU h"),
+        rows=rows,
+        note="--json lists all ways that were compared, with memory by item and time by part.",
+    )
+
+
+def _machine(plan: Values) -> str:
+    """`8 x H100`, or `2 x 8 x H100` on two nodes, or this machine."""
+    if plan["origin"] == "measured":
+        return str(plan["gpu"])
+    nodes = f"{plan['nodes']} x " if plan["nodes"] > 1 else ""
+    return f"{nodes}{plan['gpus']} x {plan['gpu'].split()[0]}"

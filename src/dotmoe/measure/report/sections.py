@@ -1,0 +1,343 @@
+"""Content of the report as data: the verdict, and sections of sentences, tables and plots."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dotmoe.common.files import Values
+from dotmoe.common.tables import Table, figure, in_bytes, millions, percent
+from dotmoe.measure.bench import table as bench_table
+from dotmoe.measure.evaluate import MEASUREMENTS
+from dotmoe.measure.evaluate.models import sides_of
+from dotmoe.measure.evaluate.perplexity import curve_table, difference, perplexity_table, text_names
+from dotmoe.measure.evaluate.tasks import (
+    PAPER,
+    differ,
+    is_share,
+    main_scores,
+    mean_of,
+    shown_tasks,
+    with_error,
+)
+from dotmoe.measure.inspection.tables import counts_table
+from dotmoe.measure.report import RunResults
+from dotmoe.method.granularity import Granularity, parts_of
+
+UNITS = {"ffn": "neurons", "attention": "query heads"}
+"""Name of the units of each target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a section that is neither a paragraph nor a table."""
+
+    kind: str
+    """`note`, `warning`, `command`, `plot`, `sample` or `folded`."""
+    text: str
+    """Text of the block: a plot's caption, a sample's prompt, a folded text's title."""
+    content: Any = None
+    """Name of the plot, the sample's continuations by model, or the folded text."""
+
+
+Blocks = list[str | Table | Block]
+Section = Callable[[RunResults, Values], Blocks]
+
+
+def _measurement(name: str) -> Section:
+    """Section that shows a measurement as `dotmoe evaluate` does."""
+    _, show = MEASUREMENTS[name]
+    return lambda run, result: [*show(run.named(result))]
+
+
+def _tasks(run: RunResults, _: Values) -> Blocks:
+    sides = run.tasks
+    return [*shown_tasks(sides)] if "model" in sides else []
+
+
+def _curve(run: RunResults, curve: Values) -> Blocks:
+    return [
+        "k is the number of experts that run for a token. It can be changed in the finished "
+        "checkpoint without any training:",
+        Block("command", shlex.join(["dotmoe", "edit", str(run.folder), "--active-experts", "K"])),
+        Block("plot", "Perplexity against the parameters that work on a token.", "active_experts"),
+        curve_table(curve),
+    ]
+
+
+def _generation(run: RunResults, _: Values) -> Blocks:
+    blocks = Blocks()
+    if run.quickstart:
+        with run.reading("../quickstart.json"):
+            own = run.quickstart["samples"]
+            texts = {"dense": own["dense"], run.name: own["moe"]}
+            blocks.append(Block("sample", own["prompt"], texts))
+    if result := run.files.get("generation"):
+        with run.reading("6_evaluate/generation.json"):
+            sides = sides_of(run.named(result))
+            for index, prompt in enumerate(result["model"]["prompts"][:3]):
+                texts = {side["name"]: side["texts"][index] for side in sides}
+                blocks.append(Block("sample", prompt, texts))
+    return blocks and ["Each continuation takes the most likely token at every step.", *blocks]
+
+
+def _size(run: RunResults, results: Values) -> Blocks:
+    split, counts = Granularity.of(results["granularity"]), results["parameters"]
+    blocks: Blocks = [
+        f"{part.num_experts} experts of {part.expert_size} {UNITS[part.target]} a layer, "
+        f"{part.active_experts} run per token; shared {UNITS[part.target]}: {part.shared_size}; "
+        f"leading layers left dense: {split.first_dense_layers}."
+        for part in parts_of(split)
+    ]
+    blocks.append(counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"))
+    if export := run.export:
+        blocks.append(
+            f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}, format "
+            f"{export['format']}, which runs in {', '.join(export['servers'])}."
+        )
+    return blocks
+
+
+def _analysis(_: RunResults, analysis: Values) -> Blocks:
+    blocks: Blocks = []
+    for line in analysis["says"]:
+        sentence = f"{line[:1].upper()}{line[1:]}."
+        blocks.append(Block("warning", sentence) if line.startswith("warning") else sentence)
+    if analysis["values"].get("warnings") == []:
+        blocks.append("No expert is dead or always on, and no layer's load is uneven.")
+    caption = f"{analysis['title']}, {analysis['tokens']:,} tokens."
+    return [*blocks, Block("plot", caption, analysis["analysis"])]
+
+
+def _training(name: str, run: RunResults) -> Blocks:
+    if not (steps := run.steps[name]):
+        is_start = name == "alignment" and not run.is_finetuned
+        return ["None: the start was extracted without alignment."] * is_start
+    seconds = sum(step.get("seconds") or 0.0 for step in steps)
+    first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
+    said = f"{len(steps):,} steps, {seconds:,.0f} s in total; the loss goes from {first} to {last}."
+    return [said, Block("plot", "Each step uses different text, so the losses scatter.", name)]
+
+
+def _checks(_: RunResults, results: Values) -> Blocks:
+    checks = [[name.replace("_", " "), figure(v)] for name, v in results["verification"].items()]
+    return [
+        "Before the checkpoint got its final name, stock Transformers loaded it and its output was "
+        "compared with that of the masked dense model, which was trained and measured.",
+        Table(title="Export against masked dense model", columns=("check", "value"), rows=checks),
+    ]
+
+
+def _configuration(run: RunResults, _: Values) -> Blocks:
+    command, config = "finetune" if run.is_finetuned else "convert", run.folder / "config.json"
+    again = ["dotmoe", command, run.source, "AGAIN", "--config", str(config)]
+    return [
+        "This command repeats the run (its config holds every option, including defaults):",
+        Block("command", shlex.join(again)),
+        Block("folded", "config.json", json.dumps(run.config, indent=2)),
+    ]
+
+
+def _origins(run: RunResults, results: Values) -> Blocks:
+    made = ("time", "commit", "hardware", "seed")
+    rows = [
+        [f"6_evaluate/{name}.json", values.get("origin")]
+        + [figure(values.get("provenance", {}).get(key)) for key in made]
+        for name, values in run.files.items()
+    ]
+    columns = ("file", "origin", "time (UTC)", *made[1:])
+    return [
+        "Every number on this page is read from one of these files. Origin measured: by running "
+        "the model here; quoted: from a paper or data sheet; estimated: from sizes.",
+        Table(title="Result files", columns=columns, rows=rows, words=6),
+        Block("folded", "Versions of the run", json.dumps(results["provenance"], indent=2)),
+    ]
+
+
+def _missing(run: RunResults, results: Values) -> Blocks:
+    """Measurements that are missing, each with the command that makes it."""
+    folder, dense, split = str(run.folder), run.dense_model, Granularity.of(results["granularity"])
+    text = ["--text", "HELD_OUT.txt", "--out", f"{folder}/6_evaluate"]
+    evaluate = ["dotmoe", "evaluate", folder]
+    beside = [*evaluate, "--against", dense]
+    wanted = {
+        "against": ("benchmark tasks, this model and the dense one", [*beside, "--tasks", "paper"]),
+        "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
+        "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
+        "generation": ("what both write after a prompt", [*beside, "--generate", "64", *text]),
+        "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", folder]),
+        "bench": ("speed and memory, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
+    }
+    if not run.is_finetuned:
+        again = ["dotmoe", "finetune", folder, f"{folder}-finetuned"]
+        again += ["--train", "repair"] * (split.targets != "ffn")  # all else is refused
+        wanted["finetune"] = ("finetuning, which recovers part of what was lost", again)
+    if not run.export.get("active_experts_editable", True):
+        del wanted["curve"]
+    if split.beside:  # two different k
+        del wanted["bench"]
+    there = {name.partition("/")[0] for name in run.files}
+    blocks: Blocks = []
+    for name, (what, words) in wanted.items():
+        if name not in there:
+            keep = f" > {shlex.quote(f'{folder}/6_evaluate/bench.json')}" * (name == "bench")
+            blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
+    note = "Each command adds its result to the run; dotmoe report then updates this page. Replace "
+    note += "HELD_OUT.txt with a text of your own that the model was not trained on."
+    return blocks and [*blocks, Block("note", note)]
+
+
+SECTIONS: list[tuple[str, str, Section]] = [
+    ("Perplexity", "results", lambda run, _: [perplexity_table(run.models)]),
+    ("Perplexity on other text", "perplexity", _measurement("perplexity")),
+    ("Benchmark tasks", "", _tasks),
+    ("Other numbers of active experts", "curve", _curve),
+    ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
+    ("What the models write", "", _generation),
+    ("Size", "results", _size),
+    ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
+    ("Load of the experts", "analysis/expert_utilisation", _analysis),
+    ("Which layers route alike", "analysis/routing_overlap", _analysis),
+    ("Outputs of the experts", "analysis/expert_outputs_tsne", _analysis),
+    ("Which layers cost most", "analysis/layer_sensitivity", _analysis),
+    ("Alignment", "", lambda run, _: _training("alignment", run)),
+    ("Finetuning", "", lambda run, _: _training("finetune", run)),
+    ("Where a step's time goes", "analysis/overhead_profile", _analysis),
+    ("Is the checkpoint what was measured?", "results", _checks),
+    ("How it was made", "", _configuration),
+    ("Where the numbers come from", "results", _origins),
+    ("Not measured yet", "results", _missing),
+]
+"""Title, the one file of `6_evaluate` that the section needs (or empty), and its function."""
+
+
+def sections(run: RunResults) -> dict[str, Blocks]:
+    """The sections that the results of a run allow, by title."""
+    blocks: dict[str, Blocks] = {}
+    for title, file, make in SECTIONS:
+        if not file or file in run.files:
+            with run.reading(f"6_evaluate/{file}.json" if file else "6_evaluate"):
+                blocks[title] = make(run, run.files.get(file, {}))
+    return {title: section for title, section in blocks.items() if section}
+
+
+def verdict(run: RunResults) -> list[str]:
+    """Sentences that stand alone: what was lost, what was gained, what the weights are."""
+    results, export = run.results, run.export
+    measured = results["granularity"]["active_experts"]
+    sentences = [
+        f"Lost: {_lost(run)} {_accuracy(run)}",
+        f"Gained: {gained(results)} {_speed(run.files.get('bench'))}",
+        f"Weights: {_weights(run)}",
+    ]
+    if export and export["active_experts"] != measured:  # by a later `dotmoe edit`
+        sentences.append(
+            f"The export now runs k = {export['active_experts']}, and ran it in what evaluate and "
+            f"bench measured after this edit. All else on this page is of k = {measured}."
+        )
+    return [*sentences, *export.get("notes", [])]
+
+
+def gained(results: Values) -> str:
+    """Sentence on the parameters that work on a token, from `parameters` and `granularity`."""
+    counts, split = results["parameters"], Granularity.of(results["granularity"])
+    runs = " and ".join(
+        f"{part.active_experts} of {part.num_experts} experts"
+        + f" of {UNITS[part.target]}" * (split.targets != "ffn")
+        for part in parts_of(split)
+    )
+    return (
+        f"each token runs {runs} a layer, so "
+        f"{millions(counts['active'])} of {millions(counts['dense'])} parameters work on it "
+        f"({percent(1 - counts['active'] / counts['dense'])} fewer)."
+    )
+
+
+def _lost(run: RunResults) -> str:
+    dense, moe = run.results["dense"], run.results["moe"]
+    share = moe["perplexity"] / dense["perplexity"] - 1
+    change, stderr = difference(moe, dense)
+    error = "" if stderr is None else f" (± {stderr:.3f}, one standard error over paired windows)"
+    sentences = (
+        f"on {text_names(dense)} ({dense['tokens']:,} tokens scored, in windows of "
+        f"{dense['window']}) the perplexity per {dense['unit']} goes from "
+        f"{dense['perplexity']:.2f} to {moe['perplexity']:.2f}: {change:+.3f} "
+        f"nats a {dense['unit']}{error}, perplexity {100 * share:+.1f} %."
+    )
+    others = {
+        "Before repair it was": run.results.get("frozen"),
+        "Before finetuning it was": run.results.get("converted", run.results.get("repaired")),
+        "A random split with its router trained as long and the same repair has": (
+            run.quickstart.get("random_split_repaired")
+        ),
+    }
+    for name, result in others.items():
+        if result:
+            above = result["loss"] - dense["loss"]
+            sentences += f" {name} {result['perplexity']:.2f} ({above:+.3f} nats)."
+    return sentences
+
+
+def _accuracy(run: RunResults) -> str:
+    """Mean accuracy over the paper's tasks, or if none ran, over all tasks that score accuracy."""
+    sides = run.tasks
+    ran, others = (sides.get(side, {"tasks": {}})["tasks"] for side in ("model", "against"))
+    shares = {task: score for task, score in main_scores(ran).items() if is_share(score)}
+    own = {task: score for task, score in shares.items() if task in PAPER} or shares
+    if not own:
+        return "Benchmark tasks were not run."
+    over, after = f"{len(own)} benchmark tasks ({', '.join(own)})", _mean(own.values())
+    before = main_scores(others)
+    if before.keys() >= own.keys():
+        apart = sum(differ(score, before[task]) for task, score in own.items()) or "none"
+        sentences = (
+            f"Over {over} the mean accuracy goes from {_mean(before[task] for task in own)} "
+            f"({sides['against']['name']}) to {after} (± one standard error); {apart} of "
+            "them differ by more than two standard errors."
+        )
+    else:
+        sentences = f"Mean accuracy over {over}: {after}."
+    if limits := [f"{each['limit']} of {task}" for task, each in ran.items() if each["limit"]]:
+        sentences += f" Only the first questions were asked: {', '.join(limits)}."
+    return sentences
+
+
+def _mean(scores: Iterable[Values]) -> str:
+    """Unweighted mean of scores in per cent, and its standard error if all of theirs are known."""
+    return f"{with_error(mean_of([*scores]))} %"
+
+
+def _speed(bench: Values | None) -> str:
+    if bench is None:
+        return "Speed was not measured."
+    ratios = (
+        f"{each['speed_ratio']:.2f} in {each['point']['name']} at batch {each['point']['batch']}"
+        for each in bench["points"]
+    )
+    return (
+        f"Measured speed relative to the dense model, with {bench['runtime']} on "
+        f"{bench['provenance']['hardware']}: {', '.join(ratios)}."
+    )
+
+
+def _weights(run: RunResults) -> str:
+    counts, export = run.results["parameters"], run.export
+    target = Granularity.of(run.results["granularity"]).targets
+    if run.is_repaired:
+        origin = "repair refitted the output projections of the experts"
+        if target != "attention" and run.config["repairing"].get("repair_epochs"):
+            origin += " and trained all weights of the FFNs"
+        origin += "; everything else is the dense model's"
+    elif run.is_finetuned:
+        trained = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
+        train = run.config["finetune"]["train"]
+        origin = f"finetuning changed {trained.get(train, 'all weights')}"
+    else:
+        parts = {"ffn": "FFNs", "both": "FFNs and attention"}.get(target, target)
+        origin = f"the experts are slices of the dense {parts}"
+    if export:
+        origin += f". Format {export['format']}: {export['exactness']}"
+    added = counts["stored"] - counts["dense"]
+    share = percent(added / counts["dense"])
+    return f"{origin}. The routers add {added:,} parameters ({share}) to those of the dense model."

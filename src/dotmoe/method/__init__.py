@@ -1,0 +1,1 @@
+"""The paper's method: granularity, transport, routing, masked FFNs, alignment, repair, finetuning."""

@@ -1,0 +1,255 @@
+"""STAGE align: learn affinities and routers under frozen dense weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from dotmoe.common.distributed import (
+    as_divided,
+    divided,
+    full_tensor,
+    local_part,
+    mesh,
+    own_rows,
+    raise_on_all_ranks,
+    summed_rows,
+)
+from dotmoe.common.options import at_least
+from dotmoe.method.granularity import Granularity, joined, parts_of
+from dotmoe.method.layout import AlignState, AssignmentConfig
+from dotmoe.method.masked import Masking, masked, recomputing
+from dotmoe.method.objective import Objective, ObjectiveConfig, require_trainable
+from dotmoe.method.transport import TransportPlan, greedy_assignment
+from dotmoe.models.family import DenseModel
+from dotmoe.text.blocks import TokenBlocks
+from dotmoe.training.folder import OnStep
+from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignConfig(ObjectiveConfig):
+    """Options of the alignment stage."""
+
+    lr_affinity: Annotated[float, at_least(0)] | None = None
+    """Peak learning rate of the affinities; default: lr."""
+    learn_assignment: bool = True
+    """If false, keep the initial split and train only routers (as the random-split baseline)."""
+
+
+class LearnedAssignment:
+    """Affinities and routers of one target's split layers, with their plans and masks.
+
+    All ranks start from the same state; each rank solves its own layers, possibly none.
+    """
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        initial: AlignState,
+        split: Granularity,
+        config: AlignConfig,
+        assignment: AssignmentConfig,
+        prefix: str,
+    ) -> None:
+        first, self.ranks = split.first_dense_layers, mesh(dense.device)
+        self.initial, self.config, self.assignment = initial, config, assignment
+        self.capacity, self.prefix = split.capacity, prefix
+        affinity_LNE, router_LED = initial.affinity_LNE[first:], initial.router_LED[first:]
+        self.affinity_LNE = nn.Parameter(divided(affinity_LNE, self.ranks), config.learn_assignment)
+        self.router_LED = nn.Parameter(divided(router_LED, self.ranks))
+        zeros_LE = affinity_LNE.new_zeros(affinity_LNE.shape[::2], dtype=torch.float64)
+        self.potential_LE = divided(zeros_LE, self.ranks)
+        """Warm start of the solver: column potentials in units of affinity, in which a change of
+        temperature hardly moves them."""
+        self.solved: TransportPlan | None = None
+        """This rank's part of the plan of the current step."""
+        self.plan_LNE: Tensor | None = None
+        """Stand-in for the plan of all layers, used only to collect its gradient."""
+        self.masking = Masking(
+            active_experts=split.active_experts,
+            expert_of_neuron_LN=torch.full(affinity_LNE.shape[:2], -1, device=dense.device),
+            router_LED=(),
+            surrogate=config.surrogate,
+            surrogate_temperature=config.surrogate_temperature,
+            fixed=(1.0,) * (split.columns - split.num_experts),
+            first_layer=first,
+            target=split.target,
+        )
+        if not config.learn_assignment:
+            self.masking.expert_of_neuron_LN = self.rounded(self.plan(assignment.tau_end))
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Router, and affinities where the assignment is learned."""
+        config, first = self.config, self.masking.first_layer
+        learned = {"router": (self.router_LED, config.router_rate)}
+        if config.learn_assignment:
+            rate = config.lr if config.lr_affinity is None else config.lr_affinity
+            learned["affinity"] = (self.affinity_LNE, rate)
+        return [
+            {"params": [(self.prefix + name, parameter)], "lr": rate, "first_layer": first}
+            for name, (parameter, rate) in learned.items()
+        ]
+
+    def plan(self, tau: float) -> TransportPlan:
+        """Solve the soft plan of this rank's layers."""
+        start_lE, affinity_lNE = local_part(self.potential_LE) / tau, local_part(self.affinity_LNE)
+        plan = self.assignment.solve(affinity_lNE, self.capacity, tau, start_lE)
+        self.potential_LE = self._divided(plan.potential.detach().double() * tau)
+        return plan
+
+    def rounded(self, plan: TransportPlan) -> Int[Tensor, "L N"]:
+        """Hard assignment of all layers, the same on every rank."""
+        return full_tensor(self._divided(greedy_assignment(plan.plan, capacity=self.capacity)))
+
+    def begin(self, tau: float) -> dict[str, Tensor]:
+        """Solve and round the plan of a step, set the masks from it, and return metrics.
+
+        `soft_hard_gap`, the mean over neurons of 1 - the plan's entry for the assigned expert, is
+        half the mean L1 distance between soft and hard rows (eq:assignment_ste).
+        """
+        masking = self.masking
+        self.routers_LED = full_tensor(self.router_LED.detach()).detach().requires_grad_()
+        # With indexing, the gradient of each layer would be as large as that of all layers.
+        masking.router_LED = self.routers_LED.unbind()
+        if not self.config.learn_assignment:
+            return {}
+        self.solved = plan = self.plan(tau)
+        before, assigned = masking.expert_of_neuron_LN, self.rounded(plan)
+        masking.expert_of_neuron_LN = assigned
+        nothing = torch.zeros((), device=assigned.device)  # expanding takes no memory
+        self.plan_LNE = nothing.expand(self.affinity_LNE.shape).requires_grad_()
+        masking.plan_LNE = self.plan_LNE.unbind()
+        moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
+        own_lN1 = assigned[own_rows(self.affinity_LNE)].unsqueeze(-1)
+        chosen_lN = plan.plan.detach().gather(-1, own_lN1).squeeze(-1)
+        metrics = {
+            "moved_fraction": moved.float().mean(),
+            "marginal_error": full_tensor(self._divided(plan.marginal_error.double())).max(),
+            "soft_hard_gap": 1 - full_tensor(self._divided(chosen_lN.mean(dim=1))).mean(),
+        }
+        return {self.prefix + name: value for name, value in metrics.items()}
+
+    def end(self) -> None:
+        """Propagate the masks' gradients, summed over ranks, to affinities and routers."""
+        if self.plan_LNE is not None and self.plan_LNE.grad is not None:
+            self.backward_plan(self.plan_LNE.grad)
+        if self.routers_LED.grad is not None:
+            own_lED = summed_rows(self.routers_LED.grad, self.ranks)
+            torch.autograd.backward(local_part(self.router_LED), own_lED)
+        self.forget_plan()
+
+    def forget_plan(self) -> None:
+        """Release the plans of a step."""
+        self.solved = self.plan_LNE = self.masking.plan_LNE = None
+
+    def backward_plan(self, gradient_LNE: Tensor) -> None:
+        """Sum the plan's gradient over ranks and propagate it to this rank's affinities."""
+        assert self.solved is not None
+        torch.autograd.backward(self.solved.plan, summed_rows(gradient_LNE, self.ranks))
+
+    def state(self) -> dict[str, Tensor]:
+        """The warm start of the solver and the last assignment."""
+        return {
+            f"{self.prefix}potential": self.potential_LE,
+            f"{self.prefix}assignment": self.masking.expert_of_neuron_LN,
+        }
+
+    def learned(self, steps: int) -> AlignState:
+        """The current state; leading dense layers as at the start. Every rank must call it."""
+        initial, first = self.initial, self.masking.first_layer
+        affinity_LNE = full_tensor(self.affinity_LNE.detach())
+        router_LED = full_tensor(self.router_LED.detach())
+        return replace(
+            initial,
+            affinity_LNE=torch.cat([initial.affinity_LNE[:first], affinity_LNE]),
+            router_LED=torch.cat([initial.router_LED[:first], router_LED]),
+            step=steps,
+        )
+
+    def _divided(self, part: Tensor) -> Tensor:
+        return as_divided(part, len(self.affinity_LNE), self.ranks)
+
+
+class Alignment(Objective):
+    """The masked model as a student of the dense one; its micro-batches share a step's plan.
+
+    Teacher and student share the frozen weights of `dense`. Under torchrun each rank takes an equal
+    part of every batch and solves the assignment of some layers. `seed` sets the data order.
+    """
+
+    config: AlignConfig
+    routings: Sequence[Masking]
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        blocks: TokenBlocks,
+        initial: AlignState,
+        split: Granularity,
+        config: AlignConfig,
+        assignment: AssignmentConfig,
+        *,
+        seed: int,
+    ) -> None:
+        targets = zip(parts_of(initial), parts_of(split), ("", "attention_"), strict=False)
+        self.parts = [
+            LearnedAssignment(dense, state, part, config, assignment, prefix)
+            for state, part, prefix in targets
+        ]
+        """One per target; names of a second target start with `attention_`."""
+        self.tau = assignment.tau
+        super().__init__(dense, [part.masking for part in self.parts], blocks, config, seed=seed)
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Routers, and affinities where the assignment is learned."""
+        return [group for part in self.parts for group in part.parameter_groups()]
+
+    def begin(self, step: int) -> dict[str, Tensor]:
+        """Solve and round the plans of a step, set the masks from them, and return metrics."""
+        tau, metrics = self.tau(step, self.schedule.warmup_steps), dict[str, Tensor]()
+        for part in self.parts:
+            metrics |= part.begin(tau)
+        return metrics | {"tau": torch.tensor(tau, device=self.dense.device)} if metrics else {}
+
+    def end(self) -> None:
+        """Propagate the masks' gradients to affinities and routers."""
+        for part in self.parts:
+            part.end()
+
+    def forget_step(self) -> None:
+        """See `Objective`; also releases the plans."""
+        super().forget_step()
+        for part in self.parts:
+            part.forget_plan()
+
+    def state(self) -> dict[str, Tensor]:
+        """The warm start of the solvers and the last assignments."""
+        return {name: tensor for part in self.parts for name, tensor in part.state().items()}
+
+    def learned(self) -> AlignState:
+        """The current state, recorded as that of the last step. Every rank must call it."""
+        return joined(part.learned(self.schedule.steps) for part in self.parts)
+
+
+def align(
+    task: Alignment,
+    folder: Path,
+    training: TrainingConfig = DEFAULT_TRAINING,
+    on_step: OnStep = lambda step, metrics: None,
+) -> AlignState:
+    """Train A and W_r so that the masked model follows the dense one (eq:total_loss).
+
+    All ranks must call this together. They return the same state, in which leading dense layers are
+    as in the initial state. See `train` for the other arguments. Raises a `UserError` as `train`
+    does, or if the model was loaded in float16.
+    """
+    dense, config = task.dense, task.config
+    raise_on_all_ranks(lambda: require_trainable(next(dense.model.parameters()).dtype))
+    with masked(dense, task.routings), recomputing(dense, config.activation_checkpointing):
+        train(task, folder, training, on_step)
+    return task.learned()

@@ -1,0 +1,264 @@
+"""STAGE calibrate: initial affinities and routers, at random (the paper) or from activations."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dotmoe.common.distributed import num_ranks
+from dotmoe.common.errors import UserError
+from dotmoe.common.options import above, at_least
+from dotmoe.common.progress import Update, no_update
+from dotmoe.method.granularity import Granularity, joined, parts_of
+from dotmoe.method.layout import AlignState
+from dotmoe.method.masked import input_hooks
+from dotmoe.method.router import router_logits, top_k_mask
+from dotmoe.method.transport import Capacity, balanced_plan, greedy_assignment
+from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, Stream
+from dotmoe.models.load import whole_weights
+from dotmoe.text.blocks import TokenBlocks
+
+Start = Literal["data", "random"]
+
+_TINY = 1e-30
+_AFFINITY_STD, _ROUTER_STD = 0.03, 0.02
+"""Standard deviations of initial affinities, and of the random start's router entries; the start
+from data instead scales its logits to standard deviation 1."""
+_ROUNDS = 10
+"""Rounds of the start from data; each updates the router and then the experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrateConfig:
+    """Options of the initial affinities and routers."""
+
+    start: Start = "data"
+    """`data`: fit routers by ridge regression on text, and give each expert the neurons that are
+    needed when its router runs it. `random`: the paper's random start."""
+    calibration_tokens: Annotated[int, at_least(1)] | None = None
+    """Number of tokens whose activations are used, drawn evenly over the text. Default: 40 times
+    the model width. Only for the start from data."""
+    ridge: Annotated[float, above(0)] = 0.01
+    """Ridge penalty of the router regression, as a share of the mean input power."""
+
+    def tokens(self, width: int) -> int:
+        """`calibration_tokens`, or as many as ridge regression needs to hold on other text."""
+        return self.calibration_tokens or 40 * width
+
+
+@torch.no_grad()
+def calibrate(
+    dense: DenseModel,
+    blocks: TokenBlocks,
+    split: Granularity,
+    config: CalibrateConfig,
+    *,
+    seed: int,
+    on_progress: Update = no_update,
+) -> AlignState:
+    """Initial `AlignState` for the experts of `split`.
+
+    Under torchrun every rank computes all layers, and all return the state of rank 0. The text is
+    read only for the start from data.
+    """
+    if split.beside:
+        return joined(
+            calibrate(dense, blocks, part, config, seed=seed, on_progress=on_progress)
+            for part in parts_of(split)
+        )
+    widths = dense.widths
+
+    def at_random(seed: int, *layers: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        affinity = torch.randn(*layers, split.units, split.columns, generator=generator)
+        router = torch.randn(*layers, split.num_experts, widths.model, generator=generator)
+        return (affinity * _AFFINITY_STD).to(dense.device), (router * _ROUTER_STD).to(dense.device)
+
+    def from_data(index: int, x_TD: Tensor, share_TN: Tensor) -> tuple[Tensor, Tensor]:
+        if not bool(share_TN.any()):  # a block without output, such as a zeroed one
+            return at_random(seed + index)
+        share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
+        expert_N, router_ED = router_aware_start(x_TD, share_TN, split, config, seed=seed + index)
+        affinity_NE = affinity_of(expert_N, split.columns)
+        return affinity_NE * (_AFFINITY_STD / affinity_NE.std()), router_ED
+
+    if config.start == "random":
+        affinity_LNE, router_LED = at_random(seed, widths.layers)
+    else:
+        starts, tokens_BT = [], blocks.drawn(config.tokens(widths.model))
+        for index, (x_TD, energy) in enumerate(block_inputs(dense, tokens_BT, split.target)):
+            starts.append(from_data(index, x_TD, energy()))
+            on_progress(index + 1, widths.layers)
+        affinity_LNE, router_LED = (torch.stack(parts) for parts in zip(*starts, strict=True))
+    if num_ranks() > 1:
+        torch.distributed.broadcast(affinity_LNE, src=0)
+        torch.distributed.broadcast(router_LED, src=0)
+    return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0, target=split.target)
+
+
+@torch.no_grad()
+def block_inputs(
+    dense: DenseModel,
+    tokens_BT: Tensor,
+    target: str = "ffn",
+    converted: Callable[[int], AbstractContextManager[None]] | None = None,
+) -> Iterator[tuple[Tensor, Callable[[], Float[Tensor, "T N"]]]]:
+    """Yield the input of each layer's FFN or attention in turn, [T, D] in the model's dtype.
+
+    Each input comes with a function that returns the square of each unit's contribution to the
+    output, in float32; call it before asking for the next layer, until which the layer's weights
+    are whole. Memory holds one layer's input and the residual stream of the text. If `converted` is
+    given, the next layer reads what this layer computes within `converted(index)`, which is entered
+    after the layer's input is yielded. If the model is sharded, every rank must call this.
+    """
+    stream, part = Stream(dense, tokens_BT), TARGETS[target]
+    for index, layer in enumerate(dense.family.layers(dense.model)):
+        inputs, heads = list[Tensor](), list[Tensor]()  # of the text's parts, in order
+        places = {0: part.block(layer)}
+        if target == "attention":
+            places[1] = part.output(layer)
+
+        def keep(place: int, x: Tensor, kept: tuple[list[Tensor], ...] = (inputs, heads)) -> None:
+            kept[place].append(x.flatten(0, -2))
+
+        with whole_weights(dense, index):
+            with input_hooks(places, keep):
+                (stream if converted is None else stream.clone()).advance(index)
+            x_TD = torch.cat(inputs)
+            yield x_TD, partial(_energy, dense, layer, x_TD, heads)
+            if converted is not None:
+                with converted(index):
+                    stream.advance(index)
+
+
+def _energy(
+    dense: DenseModel, layer: nn.Module, x_TD: Tensor, heads: list[Tensor]
+) -> Float[Tensor, "T N"]:
+    """Square of each unit's contribution; units are query heads if their outputs are given."""
+    attention = TARGETS["attention"]
+    if not heads:
+        return contributions(dense.family.ffn(layer), x_TD).square_()
+    num_heads, weight_DH = attention.units(dense.config), attention.output(layer).weight
+    columns_NDC = weight_DH.float().view(len(weight_DH), num_heads, -1).transpose(0, 1)
+    gram_NCC = columns_NDC.transpose(1, 2) @ columns_NDC
+    energies = []
+    for part_TH in heads:
+        heads_TNC = part_TH.float().view(len(part_TH), num_heads, -1)
+        energies.append(torch.einsum("tnc,ncd,tnd->tn", heads_TNC, gram_NCC, heads_TNC))
+    return torch.cat(energies).clamp_min_(0)
+
+
+def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
+    """H of eq:ffn_intermediate, in float32, for FFN inputs in the model's dtype."""
+    hidden: Tensor = F.silu(ffn.gate(x_TD)) * ffn.up(x_TD)
+    return hidden.float()
+
+
+def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
+    """Size of each neuron's term in the FFN output: |H[t, n]| * ||W_down[:, n]||, float32."""
+    size: Tensor = activations(ffn, x_TD).abs() * ffn.down.weight.float().norm(dim=0)
+    return size
+
+
+def expert_sums(
+    values_TN: Float[Tensor, "T N"], expert_of_neuron_N: Int[Tensor, " N"], num_experts: int
+) -> Float[Tensor, "T E"]:
+    """Sum over the neurons of each expert; neurons that are always on are left out."""
+    sums_TE = values_TN.new_zeros(len(values_TN), num_experts + 1)
+    sums_TE.index_add_(1, expert_of_neuron_N % (num_experts + 1), values_TN)
+    return sums_TE[:, :num_experts]
+
+
+def router_aware_start(
+    x_TD: Float[Tensor, "T D"],
+    share_TN: Float[Tensor, "T N"],
+    split: Granularity,
+    config: CalibrateConfig,
+    *,
+    seed: int,
+) -> tuple[Int[Tensor, " N"], Float[Tensor, "E D"]]:
+    """Experts and router of a layer, from its inputs and each unit's share P of a token's energy.
+
+    Two steps alternate from a random split: fit the ridge router of the current experts, and solve
+    balanced transport of A = P^T R, where R is the hard top-k mask of that router (eq:router_topk).
+    A neuron's score for an expert is the sum of its shares over the tokens that run the expert: the
+    gradient of eq:assignment_ste if the loss is the mean share left out. A shared expert, number E,
+    is one more column, of ones in R: it starts with the neurons of largest mean share, and ends
+    with the neurons whose energy routing would lose most.
+    """
+    order_N = share_TN.mean(dim=0).argsort(descending=True, stable=True)
+    routed_M = order_N[split.shared_size :].sort().values
+    first_M = torch.randperm(len(routed_M), generator=torch.Generator().manual_seed(seed))
+    expert_N = torch.full_like(order_N, split.num_experts)
+    expert_N[routed_M] = (first_M // split.expert_size).to(expert_N.device)
+
+    fitted = RidgeRouter(x_TD, config.ridge)
+
+    def router() -> Tensor:
+        return fitted(log_energy(expert_sums(share_TN, expert_N, split.num_experts)))
+
+    for _ in range(_ROUNDS):
+        mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)
+        mask_TE = F.pad(mask_TE, (0, split.columns - split.num_experts), value=1)
+        expert_N = harden(share_TN.T @ mask_TE, split.capacity, relative_tau=0.01)
+    return expert_N, router()
+
+
+def affinity_of(expert_of_neuron_LN: Int[Tensor, "*L N"], columns: int) -> Float[Tensor, "*L N E"]:
+    """One-hot affinities that every solver rounds to these experts, a shared one included."""
+    return F.one_hot(expert_of_neuron_LN, columns).float()
+
+
+def harden(
+    affinity_NE: Tensor, capacity: Capacity | None = None, relative_tau: float = 0.1
+) -> Int[Tensor, " N"]:
+    """Assignment from affinities of any scale; without `capacity`, experts have the same size."""
+    capacity = capacity or affinity_NE.shape[0] // affinity_NE.shape[1]
+    tau = float(affinity_NE.std()) * relative_tau
+    if tau > 0:
+        affinity_NE = balanced_plan(affinity_NE, capacity=capacity, tau=tau, tolerance=1e-3).plan
+    return greedy_assignment(affinity_NE, capacity=capacity)
+
+
+def log_energy(energy_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
+    """Half the log of each expert's share (at least 1e-9) of a token's energy, in float64."""
+    share_TE = energy_TE.double() / energy_TE.double().sum(dim=1, keepdim=True).clamp_min(_TINY)
+    return 0.5 * share_TE.clamp_min(1e-9).log()
+
+
+class RidgeRouter:
+    """Fits router rows that predict how the targets of a token differ from their mean.
+
+    Ridge regression by normal equations in float64, factorised once for any number of targets.
+    Raises a `UserError` if the equations have no solution.
+    """
+
+    def __init__(self, x_TD: Float[Tensor, "T D"], ridge: float) -> None:
+        self._x_TD = x_TD.double()
+        gram_DD = self._x_TD.T @ self._x_TD
+        gram_DD.diagonal().add_(ridge * gram_DD.diagonal().mean())
+        self._factor_DD, failed = torch.linalg.cholesky_ex(gram_DD)
+        if failed:
+            raise UserError(
+                f"ridge is {ridge:g}, with which no router can be fitted to {len(x_TD)} tokens: "
+                "they are too few, or not finite. Raise ridge or calibration_tokens, or choose "
+                "--dtype float32."
+            )
+
+    def __call__(self, target_TE: Float[Tensor, "T E"]) -> Float[Tensor, "E D"]:
+        """Fit router rows to the targets; `unit_logits` centres and scales them."""
+        target_TE = target_TE.double() - target_TE.double().mean(dim=1, keepdim=True)
+        router_DE = torch.cholesky_solve(self._x_TD.T @ target_TE, self._factor_DD)
+        return unit_logits(router_DE.T, self._x_TD)
+
+
+def unit_logits(router_ED: Float[Tensor, "E D"], x_TD: Float[Tensor, "T D"]) -> Tensor:
+    """Rows centred over experts and scaled to logits of standard deviation 1; routing is kept."""
+    centred_ED = router_ED - router_ED.mean(dim=0)
+    return (centred_ED / (x_TD @ centred_ED.T).std().clamp_min(_TINY)).float()

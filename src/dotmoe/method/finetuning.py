@@ -1,0 +1,401 @@
+"""STAGE finetune: recovery training of the converted model, computing only the chosen experts."""
+
+import gc
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dotmoe.common.distributed import (
+    fsdp_mesh,
+    full_tensor,
+    is_rank_zero,
+    local_part,
+    num_ranks,
+    own_rows,
+    raise_on_all_ranks,
+    resolved_device,
+)
+from dotmoe.common.files import save_tensors, write_json
+from dotmoe.common.options import above, at_least, between
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.masked import recomputing
+from dotmoe.method.objective import (
+    Objective,
+    ObjectiveConfig,
+    Taught,
+    head_of,
+    hidden_states,
+    require_trainable,
+)
+from dotmoe.method.router import Routing
+from dotmoe.method.sparse import SparseFFN, make_sparse
+from dotmoe.models.checkpoint import Tensors
+from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
+from dotmoe.models.load import (
+    LoadConfig,
+    describe_dense,
+    dtype_for,
+    fill_own_rows,
+    is_sharded,
+    load_dense,
+)
+from dotmoe.models.tokenizer import copy_tokenizer
+from dotmoe.text.blocks import TokenBlocks
+from dotmoe.training.folder import OnStep
+from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
+
+MODEL, LAYOUT = "model", "layout.safetensors"
+"""What the stage writes into its folder: a dense checkpoint and a layout."""
+CHANGES = "layers.parts"
+"""What a repair writes instead of a checkpoint: a folder for each layer and target, with the
+changed weights and their metrics. An interrupted run resumes from it."""
+INDEX = "model.safetensors.index.json"
+"""File that records which file of a checkpoint holds which tensor, if it has several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneConfig(ObjectiveConfig):
+    """Options of recovery training. Defaults are the paper's (tab:hyperparams_sft) unless noted."""
+
+    train: Literal["everything", "router", "lora", "repair"] = "everything"
+    """everything: all weights and routers; router: only the routers; lora: low-rank adapters on
+    experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: fit FFNs
+    layer by layer to the dense model's residual stream, which uses no training options."""
+    steps: Annotated[int, at_least(1)] = 4578
+    """Number of optimizer steps. 4578 steps of 128 x 2048 tokens are the paper's 1.2B tokens."""
+    batch_size: Annotated[int, at_least(1)] = 128
+    lr: Annotated[float, above(0)] = 5e-5
+    warmup_ratio: Annotated[float, between(0, 1)] = 0.1
+    kl_weight: Annotated[float, at_least(0)] = 0.0
+    """Weight of KL(dense || MoE), distillation from the dense model; 0: none, as in the paper. With
+    `train everything` it needs a second copy of the model."""
+    z_loss_weight: Annotated[float, at_least(0)] = 0.0
+    balance_weight: Annotated[float, at_least(0)] = 1e-4
+    lora_rank: Annotated[int, at_least(1)] = 16
+    """Rank of each adapter, whose output is scaled by 32 / rank; an expert has one adapter for each
+    of its three projections."""
+
+
+class Student(nn.Module):
+    """A model whose split FFNs are experts, read from the dense model's files under FSDP2.
+
+    A rank holds its rows of every tensor (experts are rows), or all rows if it is alone in its
+    group. Trained parameters are float32, cast to the model's dtype to compute: at the paper's
+    learning rate most updates of a 16-bit weight would be rounded away.
+    """
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        layout: ExpertLayout,
+        config: FinetuneConfig,
+        ranks: DeviceMesh,
+        *,
+        seed: int,
+    ) -> None:
+        """Read this rank's part; raise a `UserError` for a tensor that is missing or does not fit.
+
+        `dense` is on the meta device, in the dtype of computation, and becomes the student.
+        """
+        super().__init__()
+        device, dtype = torch.device(ranks.device_type), next(dense.model.parameters()).dtype
+        tensors, stored = Tensors.of(dense), {name for name, _ in dense.model.named_parameters()}
+        tensors.require_shapes(dense.model)
+        compute_constants(dense.model, device)
+        self.routing = Routing(
+            active_experts=layout.active_experts,
+            surrogate=config.surrogate,
+            surrogate_temperature=config.surrogate_temperature,
+        )
+        model: Any = dense.model
+        is_divided = ranks.size() > 1 or dtype != torch.float32  # else nothing is divided or cast
+        self.dense = replace(dense, weights="shards" if is_divided else "memory")
+        self.model = model
+        self.ffns = tuple(make_sparse(dense, layout, self.routing))
+        model.requires_grad_(config.train == "everything")
+        self.tuner = _with_adapters(model, config) if config.train == "lora" else None
+        if config.train == "everything":
+            model.float()
+        for ffn in self.ffns:
+            ffn.router.requires_grad_(True)
+        if is_divided:
+            self._divide(ranks, dtype)
+        # Like nn.Module.to_empty, which would empty buffers and routers, too.
+        self._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
+        model.tie_weights()
+        with torch.no_grad():
+            self._read(tensors, stored, layout)
+            _start_adapters(model, seed)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Trained parameters by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """Run `compute()` as one forward pass of FSDP."""
+        return compute()
+
+    def _divide(self, ranks: DeviceMesh, dtype: torch.dtype) -> None:
+        """Shard all weights with FSDP2; a layer is whole only while it runs."""
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for ffn in self.ffns:
+            fully_shard(ffn.router, mesh=ranks)  # a group of its own, which stays float32
+        for layer in (*self.dense.family.layers(self.model), self):
+            fully_shard(layer, mesh=ranks, mp_policy=policy)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):  # ranks have parts of a batch: sum, not mean
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
+
+    def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
+        """Read this rank's rows, and FFN projections whole, since any neuron may be among them."""
+        for name, parameter in self.model.named_parameters():
+            name = name.replace(".base_layer", "")  # PEFT wraps modules with adapters
+            if name in stored:
+                fill_own_rows(parameter, tensors, name)
+        for layer, ffn in zip(layout.moe_layers, self.ffns, strict=True):
+            for projection, experts, shared in ffn.weights():
+                weight = tensors.read(self.dense.family.ffn_tensor(layer, projection))
+                rows_ND = weight.T if projection == "down" else weight
+                for part, neurons in ((experts, ffn.neurons_ES), (shared, ffn.shared_M)):
+                    if part is not None:
+                        local_part(part).copy_(rows_ND[neurons[own_rows(part)].cpu()])
+
+
+def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
+    """PEFT's tuner around a model on the meta device, with adapters on experts and attention."""
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    # Each forward pass, PEFT adds the products of an expert's three adapters to its weights: that
+    # takes memory for one more copy of the layer's experts. It has no dropout for stacked experts.
+    of_experts = [name for name, _ in model.named_parameters() if name.endswith("_ESD")]
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=32,
+        target_modules=r".*\.(self_attn\.(q|k|v|o|qkv)|mlp\.(gate|up|gate_up|down))_proj",
+        target_parameters=of_experts,
+    )
+    tuner = LoraModel(model, lora, "default")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()  # PEFT gives them the dtype of the weights
+    return tuner
+
+
+def _start_adapters(model: nn.Module, seed: int) -> None:
+    """Set first factors to uniform random numbers, as PEFT does, and second factors to zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            local_part(parameter).zero_()
+        elif "lora_A" in name:  # drawn whole: the same on any number of ranks
+            whole = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            local_part(parameter).copy_(whole[own_rows(parameter)])
+
+
+class Finetuning(Objective):
+    """Training of the sparse model on text and, with a `kl_weight`, to follow the dense model.
+
+    Without a `teacher`, the student itself teaches, with all experts on and no routers or adapters.
+    """
+
+    config: FinetuneConfig
+
+    def __init__(
+        self,
+        student: Student,
+        teacher: DenseModel | None,
+        blocks: TokenBlocks,
+        config: FinetuneConfig,
+        *,
+        seed: int,
+    ) -> None:
+        super().__init__(student.dense, [student.routing], blocks, config, seed=seed)
+        self.model, self.own_teacher = student, teacher
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """The routers, and the other trained weights if there are any."""
+        trained = self.model.trained().items()
+        routers = [(name, p) for name, p in trained if ".router." in name]
+        weights = [(name, p) for name, p in trained if ".router." not in name]
+        groups = [{"params": routers, "lr": self.config.router_rate}]
+        return groups + ([{"params": weights, "lr": self.config.lr}] if weights else [])
+
+    def teacher(self, tokens_BT: Tensor) -> Taught | None:
+        """Output of a second copy of the dense model, if there is one."""
+        if self.own_teacher is None:
+            return None
+        with torch.no_grad():
+            return hidden_states(self.own_teacher, tokens_BT), head_of(self.own_teacher)
+
+    def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
+        """See `Objective`; one student call, so that FSDP gathers embedding and head only once."""
+
+        def forward() -> dict[str, Tensor]:
+            by_teacher, tuner = taught, self.model.tuner
+            if by_teacher is None and self.config.kl_weight:
+                if tuner is not None:
+                    tuner.disable_adapter_layers()
+                by_teacher = super(Finetuning, self).teacher(tokens_BT)
+                if tuner is not None:
+                    tuner.enable_adapter_layers()
+            return super(Finetuning, self).losses(tokens_BT, by_teacher)
+
+        losses: dict[str, Tensor] = self.model(forward)
+        return losses
+
+    def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
+        """See `Objective`; replicas sum their gradients only after the last micro-batch."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_all_reduce(is_last)
+        super().differentiate(loss, is_last=is_last)
+
+    def forget_step(self) -> None:
+        """See `Objective`; an interrupted backward pass leaves FSDP2 waiting for its end."""
+        super().forget_step()
+        if isinstance(self.model, FSDPModule):
+            gc.collect()  # ending it takes memory
+            self.model.reset_iter_state()
+            self.model.set_requires_all_reduce(True)  # gradients go where they are discarded
+            self.model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def finetune(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    blocks: TokenBlocks,
+    config: FinetuneConfig,
+    *,
+    folder: Path,
+    seed: int,
+    load: LoadConfig,
+    origin: DenseModel | None = None,
+    training: TrainingConfig = DEFAULT_TRAINING,
+    on_step: OnStep = lambda step, metrics: None,
+) -> ExpertLayout:
+    """Train the MoE that the layout makes of a dense model; all ranks call this together.
+
+    Since the experts partition the neurons, the result is a layout and a dense checkpoint with new
+    weights, in the original order of the neurons and in the dtype of its source: `folder` receives
+    `model/`, `layout.safetensors`, and what `train` writes. Weights are read from the files of
+    `dense`, which may be on the meta device; if that is a repaired model, `origin` is the dense one
+    to learn from. `load` sets the dtype to compute in, and whether ranks shard weights.
+
+    Returns the same experts with trained routers. Raises a `UserError` as `train` does, or if the
+    dtype of computation is float16.
+    """
+    device = resolved_device(load.device)
+    stored = Tensors.of(dense).dtype
+    dtype = dtype_for(dense, load, device)
+    dtype = stored if dtype == "auto" else dtype
+    raise_on_all_ranks(lambda: require_trainable(dtype))
+    # Weight, gradient and two moments in float32 are 16 bytes per trained parameter.
+    num_bytes = 16 if config.train == "everything" else stored.itemsize
+    num_bytes *= num_parameters(dense.model)
+    shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
+    teacher = None
+    if config.kl_weight > 0 and (config.train == "everything" or origin is not None):
+        how = replace(load, sharding="shard" if shard else "replicate")
+        teacher = load_dense((origin or dense).source, how)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    with fsdp_mesh(device, shard=shard) as ranks:
+        described = replace(dense, model=meta_model(dense.config, dtype), weights="meta")
+        student = raise_on_all_ranks(lambda: Student(described, layout, config, ranks, seed=seed))
+        task = Finetuning(student, teacher, blocks, config, seed=seed)
+        with recomputing(student.dense, config.activation_checkpointing):
+            train(task, folder, training, on_step)
+        trained = write_student(student, layout, folder / MODEL)
+    if is_rank_zero():
+        trained.save(folder / LAYOUT)
+    return trained
+
+
+@torch.no_grad()
+def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLayout:
+    """Write a dense checkpoint in the original order of neurons; all ranks call this together.
+
+    Returns the student's experts with the trained routers, centred as in extraction.
+    """
+    if student.tuner is not None:
+        student.tuner.merge_and_unload()
+    write_weights(student.dense, out)
+    router_LED = layout.router_LED.clone()
+    for layer, ffn in zip(layout.moe_layers, student.ffns, strict=True):
+        rows_ED = full_tensor(ffn.router.weight_ED).float().cpu()
+        router_LED[layer] = rows_ED - rows_ED.mean(dim=0, keepdim=True)
+    return replace(layout, router_LED=router_LED)
+
+
+def write_weights(dense: DenseModel, out: Path) -> None:
+    """Replace `out` by a dense checkpoint, a file per layer; all ranks call this together."""
+    dense.require("memory", "shards")
+    if is_rank_zero():
+        begin_checkpoint(dense, out)
+    # Not the config's dtype: Transformers sets that to the dtype in which it loaded the model.
+    dtype, num_files = Tensors.of(dense).dtype, len(dense.family.layers(dense.model)) + 1
+    weight_map, total = dict[str, str](), 0
+    for number, parts in enumerate(_by_layers(dense), 1):
+        file, tensors = f"model-{number:05d}-of-{num_files:05d}.safetensors", dict[str, Tensor]()
+        for name, part in parts.items():
+            whole = full_tensor(part)
+            if is_rank_zero():
+                tensors[name] = whole.to(dtype).cpu()
+        if is_rank_zero():
+            save_tensors(tensors, out / file, format="pt")
+            weight_map |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+    if is_rank_zero():
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def trained_model(dense: DenseModel, stage: Path) -> DenseModel:
+    """Description of a dense model with the weights that a repair or finetuning left in a folder.
+
+    A repair leaves only what it has changed: the rest is read from the original checkpoint.
+    """
+    if (stage / MODEL).is_dir():
+        return describe_dense(str(stage / MODEL))
+    model = meta_model(dense.config)
+    changed = replace(dense, model=model, weights="meta", changes=stage / CHANGES)
+    return replace(changed, source=str(stage), revision=None)
+
+
+def begin_checkpoint(dense: DenseModel, out: Path) -> None:
+    """Replace `out` by a folder with all files of a dense checkpoint except its weights."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        if (dense.folder / name).is_file():
+            shutil.copyfile(dense.folder / name, out / name)
+    copy_tokenizer(dense, out)
+
+
+def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
+    """Yield each layer's tensors by their checkpoint names, then those that are in no layer."""
+    rest: dict[str, Tensor] = dict(dense.model.named_parameters())
+    for index, layer in enumerate(dense.family.layers(dense.model)):
+        prefix, ffn = f"model.layers.{index}.", layer.get_submodule("mlp")
+        parts = {name: rest.pop(name) for name in list(rest) if name.startswith(prefix)}
+        if isinstance(ffn, SparseFFN):
+            parts = {name: p for name, p in parts.items() if not name.startswith(f"{prefix}mlp.")}
+            for projection, rows_ND in ffn.dense_rows().items():
+                plain_name = dense.family.ffn_tensor(index, projection)
+                name = dense.family.stored(dense.config, plain_name).stored
+                weight = rows_ND.T if projection == "down" else rows_ND
+                # In a fused projection the gate's rows come first.
+                parts[name] = torch.cat([parts[name], weight]) if name in parts else weight
+        yield parts
+    yield rest

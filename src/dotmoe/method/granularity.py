@@ -1,0 +1,360 @@
+"""How finely a layer is split: expert size s, number of experts E, and active experts k.
+
+Also the exact parameter counts of a split, from the Hugging Face config alone. All layers have the
+same number of units, so one `Granularity` holds for all.
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Annotated, Any, Literal, TypeVar
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.options import above, at_least, at_most
+from dotmoe.models.family import Family, meta_model, num_parameters
+
+PAPER_EXPERT_SIZE, PAPER_ACTIVE = 128, 0.25
+"""Neurons in one expert (tab:hyperparams_moefication); share of experts that run (main tables)."""
+PAPER_HEADS, PAPER_ACTIVE_ATTENTION = 2, 0.5
+"""The same for experts of query heads (sec:attention_moe, tab:attention_moe_results)."""
+FEWEST_DEFAULT_EXPERTS = 16
+"""Minimum number of experts of the default split: few experts leave the router little choice."""
+GROUPED_MATMUL_BYTES = 16
+"""Stock Transformers runs experts by a grouped matrix product whose strides are multiples of this:
+experts and model width in multiples of 8 in bfloat16, of 4 in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    """Size of the experts and how many run per token, including those merged into a shared one."""
+
+    expert_size: Annotated[int | None, at_least(1)] = None
+    """Neurons in one expert (s), a divisor of the FFN width. Default: 128 or a smaller divisor."""
+    experts: Annotated[int | None, at_least(2)] = None
+    """Number of experts per layer (E), at least 2. Give this or `expert_size`."""
+    active: Annotated[float | None, above(0), at_most(1)] = None
+    """Share of the experts that run per token, above 0 and at most 1. Default: 0.25 (paper)."""
+    active_experts: Annotated[int | None, at_least(1)] = None
+    """Number of experts that run per token (k), 1 to E. Give this or `active`."""
+    shared: Annotated[float, at_least(0), at_most(1)] = 0.0
+    """Share of the FFN that runs for every token, as one shared expert. That share of the experts
+    is taken from the active ones and merged; at least one active expert must remain."""
+    first_dense_layers: Annotated[int, at_least(0)] = 0
+    """Leading layers that are not split, below the number of layers."""
+    targets: Literal["ffn", "attention", "both"] = "ffn"
+    """What is split: FFNs into experts of neurons, attention into experts of query heads, or both.
+    The expert options above are for experts of neurons."""
+    heads_per_expert: Annotated[int | None, at_least(1)] = None
+    """Query heads in one expert (s_h), a divisor of their number. Default: 2 (paper), or 1."""
+    active_attention: Annotated[float | None, above(0), at_most(1)] = None
+    """Share of the experts made of heads that run per token. Default: 0.5 (paper)."""
+
+    def check_together(self) -> None:
+        """Refuse options that do not apply to the targets, or that set the same value twice."""
+        for name, other in (("expert_size", "experts"), ("active", "active_experts")):
+            value, beside = getattr(self, name), getattr(self, other)
+            if None not in (value, beside):
+                raise UserError(
+                    f"{name} is {value:g} and {other} is {beside:g}, but each determines the "
+                    "other. Give only one of the two."
+                )
+        for name in ("heads_per_expert", "active_attention"):
+            if self.targets == "ffn" and getattr(self, name) is not None:
+                raise UserError(
+                    f"{name} is {getattr(self, name):g}, but targets is ffn: no heads become "
+                    "experts. Set targets to attention or both, or leave this option out."
+                )
+        if self.targets != "ffn" and self.shared:
+            raise UserError(
+                f"shared is {self.shared:g}, but only targets ffn can have a shared expert. Set "
+                "shared to 0, or targets to ffn."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Granularity:
+    """A valid split: expert, shared and dropped units are all units of a layer, and 1 <= k <= E."""
+
+    num_experts: int
+    """Number of experts per layer (E)."""
+    expert_size: int
+    """Units of one expert (s): FFN neurons or query heads."""
+    active_experts: int
+    """Number of experts that run per token (k)."""
+    shared_size: int = 0
+    """Neurons of a layer's shared expert, which runs for every token."""
+    dropped_size: int = 0
+    """Units of a split layer that belong to no expert and are left out."""
+    first_dense_layers: int = 0
+    """Leading layers that are not split."""
+    target: str = "ffn"
+    """What is split, a name of `dotmoe.models.family.TARGETS`."""
+    beside: "Granularity | None" = None
+    """The split of attention, if both FFNs and attention are split."""
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Granularity":
+        """Build from a dict: the inverse of `dataclasses.asdict`."""
+        beside = values.get("beside")
+        return cls(**values | {"beside": cls.of(beside) if beside else None})
+
+    @property
+    def targets(self) -> str:
+        """What is split: ffn, attention or both."""
+        return "both" if self.beside else self.target
+
+    @property
+    def capacity(self) -> tuple[int, ...]:
+        """Units of each column of the transport problem: the experts, and a shared one last."""
+        shared = (self.shared_size,) if self.shared_size else ()
+        return (self.expert_size,) * self.num_experts + shared
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of the transport problem: E, or E + 1 with a shared expert."""
+        return len(self.capacity)
+
+    @property
+    def units(self) -> int:
+        """Number of units of one layer (N), including dropped ones."""
+        return sum(self.capacity) + self.dropped_size
+
+    @property
+    def active_units(self) -> int:
+        """Number of units of a split layer that run per token."""
+        return self.active_experts * self.expert_size + self.shared_size
+
+    @property
+    def active_fraction(self) -> float:
+        """Share of a split layer's units that run per token, k / E without a shared expert."""
+        return self.active_units / self.units
+
+    def with_shared(self, shared_experts: int) -> "Granularity":
+        """A copy with some active experts merged into the shared one; as many neurons run."""
+        return replace(
+            self,
+            num_experts=self.num_experts - shared_experts,
+            active_experts=self.active_experts - shared_experts,
+            shared_size=self.shared_size + shared_experts * self.expert_size,
+        )
+
+
+Whole = TypeVar("Whole", bound=Any)
+"""A dataclass that describes FFNs, and attention in its field `beside`; or only one of the two."""
+
+
+def parts_of(whole: Whole) -> list[Whole]:
+    """Split `whole` into one object per target; with only one target this is `whole` itself."""
+    return [whole] if whole.beside is None else [replace(whole, beside=None), whole.beside]
+
+
+def joined(parts: Iterable[Whole]) -> Whole:
+    """Inverse of `parts_of`."""
+    first, *rest = parts
+    return replace(first, beside=rest[0]) if rest else first
+
+
+def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Granularity:
+    """The split of each target of a model: FFNs by `resolve`, heads by `resolve_heads`."""
+    of_ffns = [resolve(config, ffn_width)] if config.targets != "attention" else []
+    of_heads = [resolve_heads(config, heads)] if config.targets != "ffn" else []
+    return joined(of_ffns + of_heads)
+
+
+def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
+    """The split into E_attn = N_h / s_h experts of query heads, with k_attn (sec:attention_moe).
+
+    Raises a `UserError` if the experts do not fit the number of heads.
+    """
+    sizes = fitting_sizes(heads)
+    size = config.heads_per_expert or (PAPER_HEADS if PAPER_HEADS in sizes else 1)
+    _require("heads_per_expert", size, sizes, f"{heads} query heads")
+    return Granularity(
+        num_experts=heads // size,
+        expert_size=size,
+        active_experts=_part_of(heads // size, config.active_attention or PAPER_ACTIVE_ATTENTION),
+        first_dense_layers=config.first_dense_layers,
+        target="attention",
+    )
+
+
+def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
+    """Turn the options into E, s and k for one FFN width.
+
+    By default, s is `default_expert_size` and k is a quarter of E. A share of E is rounded half up,
+    to at least 1. Raises a `UserError` if the experts do not fit the width (it names the nearest
+    that do), if k is above E, or if all active experts would be shared.
+
+    Example:
+        >>> resolve(ExpertsConfig(), 11_008)
+        Granularity(num_experts=86, expert_size=128, active_experts=22, ...)
+    """
+    sizes, whole = fitting_sizes(ffn_width), f"FFN width {ffn_width}"
+    if config.experts is None:
+        size = config.expert_size or default_expert_size(ffn_width)
+        _require("expert_size", size, sizes, whole)
+        experts = ffn_width // size
+    else:
+        experts = config.experts
+        _require("experts", experts, [ffn_width // n for n in reversed(sizes)], whole)
+    active = config.active_experts or _part_of(experts, config.active or PAPER_ACTIVE)
+    if active > experts:
+        raise UserError(
+            f"active_experts is {active}, but a layer has {experts} experts. Choose 1 to "
+            f"{experts}, or a smaller expert_size."
+        )
+    shared = _part_of(experts, config.shared) if config.shared else 0
+    if shared >= active:
+        raise UserError(
+            f"shared {config.shared:g} of {experts} experts is {shared}, but only {active} are "
+            "active, and at least one must be routed. Set a smaller shared, or a larger active."
+        )
+    return Granularity(
+        num_experts=experts,
+        expert_size=ffn_width // experts,
+        active_experts=active,
+        first_dense_layers=config.first_dense_layers,
+    ).with_shared(shared)
+
+
+def default_expert_size(ffn_width: int) -> int:
+    """Size of the experts if none is given.
+
+    Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 16
+    experts: the largest multiple of 8, else of 4, else the largest; `GROUPED_MATMUL_BYTES` explains
+    why. Raises a `UserError` if the width is below 16 neurons.
+    """
+    largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
+    if not largest:
+        raise UserError(
+            f"The FFN width is {ffn_width}, but the default split needs at least "
+            f"{FEWEST_DEFAULT_EXPERTS} neurons. Set experts or expert_size."
+        )
+    sizes = [size for size in fitting_sizes(ffn_width) if size <= largest]
+    return max(sizes, key=lambda size: (size % 8 == 0, size % 4 == 0, size))
+
+
+def fitting_sizes(units: int) -> list[int]:
+    """Expert sizes that divide the units into two or more experts, ascending."""
+    return [size for size in range(1, units // 2 + 1) if units % size == 0]
+
+
+def _part_of(experts: int, share: float) -> int:
+    """A share of the experts as a whole number, rounded half up, at least 1.
+
+    It uses the decimal the user wrote, not its binary neighbour: 0.29 of 50 is 14.5, rounded to 15.
+    """
+    return max(1, math.floor(Fraction(str(float(share))) * experts + Fraction(1, 2)))
+
+
+def _require(name: str, value: int, ascending: list[int], whole: str) -> None:
+    if value not in ascending:
+        place = bisect(ascending, value)
+        choose = " or ".join(map(str, ascending[max(0, place - 1) : place + 1]))
+        raise UserError(
+            f"{name} is {value}, which does not divide the {whole} into 2 or more equal experts. "
+            f"Choose {choose or 'another model'}."
+        )
+
+
+# --- parameters ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterCounts:
+    """Exact parameter counts of a split model; a tied output head is counted once."""
+
+    dense_total: int
+    stored: int
+    """Parameters of the dense model and the routers, less dropped ones: what files must hold."""
+    active: int
+    """Parameters that work on one token, without routers: the number that papers report."""
+    active_with_routers: int
+    """`active` plus the router rows, all of which are read for every token."""
+    active_without_embeddings: int
+    """`active` without the input embedding and the output head."""
+    floor: int
+    """Parameters outside the units of the split targets."""
+    attention_and_norms: int
+    input_embedding: int
+    """The token embedding (and the head, if tied to it)."""
+    output_head: int
+    """The output projection; 0 if tied to the embedding."""
+    ffn_total: int
+    ffn_active: int
+    """FFN parameters that work on one token."""
+    heads_total: int
+    """Parameters of single query heads, in W_Q and W_O; 0 if attention is not split."""
+    routers: int
+    """Parameters of the router rows of all split layers."""
+
+    @property
+    def active_fraction(self) -> float:
+        """`active / dense_total`: a share of all parameters, unlike the share of FFN neurons."""
+        return self.active / self.dense_total
+
+
+def count_parameters(config: Any, family: Family, granularity: Granularity) -> ParameterCounts:
+    """Exact counts of a dense model and its split.
+
+        active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
+        stored = all + L * E * d - 3 * d * dropped * L
+
+    where L counts only the split layers, and a shared expert is active. In attention, 1 - k / E of
+    W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; only of W_O if all queries
+    are normed at once, which needs all of them. The split must be one of the model's own units.
+    """
+    model, traits = meta_model(config), family.traits(config)
+    total, width = num_parameters(model), config.hidden_size
+    ffn_total = 3 * width * config.intermediate_size * config.num_hidden_layers
+    embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
+    head = total - num_parameters(family.trunk(model))
+    of_a_query = 0 if traits.qk_norm == "full" else width + traits.qkv_bias
+    of_a_unit = {"ffn": 3 * width, "attention": traits.head_dim * (width + of_a_query)}
+    whole, idle = {"ffn": 0, "attention": 0}, {"ffn": 0, "attention": 0}
+    dropped = routers = 0
+    for split in parts_of(granularity):
+        layers = config.num_hidden_layers - split.first_dense_layers
+        size = of_a_unit[split.target]
+        whole[split.target] = config.num_hidden_layers * split.units * size
+        idle[split.target] = layers * (split.units - split.active_units) * size
+        dropped += layers * split.dropped_size * size
+        routers += layers * split.num_experts * width
+    active = total - sum(idle.values())
+    return ParameterCounts(
+        dense_total=total,
+        stored=total + routers - dropped,
+        active=active,
+        active_with_routers=active + routers,
+        active_without_embeddings=active - embedding - head,
+        floor=total - sum(whole.values()),
+        attention_and_norms=total - ffn_total - embedding - head,
+        input_embedding=embedding,
+        output_head=head,
+        ffn_total=ffn_total,
+        ffn_active=ffn_total - idle["ffn"],
+        heads_total=whole["attention"],
+        routers=routers,
+    )
+
+
+def nearest_active_experts(
+    share: float, config: Any, family: Family, granularity: Granularity
+) -> int:
+    """The k at which about that share of the dense model's parameters works on one token.
+
+    `granularity` splits FFNs without a shared expert, and its own k does not matter; experts to be
+    merged into a shared one count in k. Raises a `UserError` if one expert per layer is too many.
+    """
+    experts, one = granularity.num_experts, replace(granularity, active_experts=1)
+    least = count_parameters(config, family, one)
+    an_expert = (least.dense_total - least.active) / (experts - 1)
+    active = experts - round((1 - share) * least.dense_total / an_expert)
+    if active < 1:
+        raise UserError(
+            f"active_params is {share:g}, but {least.active_fraction:.3f} of the parameters work "
+            "on a token even if one expert per layer runs. Choose at least that."
+        )
+    return active

@@ -1,0 +1,287 @@
+"""Assignment of units to experts: affinities, their plans and rounding, and the resulting layout.
+
+Every method ends in an `ExpertLayout`, which is all that export, evaluation and report know of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dotmoe.common.errors import UserError, one_line
+from dotmoe.common.files import is_finite, save_tensors
+from dotmoe.common.options import above
+from dotmoe.method.granularity import Granularity, joined, parts_of
+from dotmoe.method.transport import (
+    Capacity,
+    TransportPlan,
+    balanced_plan,
+    greedy_assignment,
+    sinkhorn,
+)
+from dotmoe.models.family import TARGETS
+
+ALWAYS_ON = -1
+"""Stands in place of an expert number: the neuron runs for every token."""
+DROPPED = -2
+"""Stands in place of an expert number: the neuron is left out, and runs for no token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """Which expert each unit belongs to, and which experts run for a token.
+
+    Token x runs the `active_experts` experts with the largest `router_LED[layer] @ x`, computed in
+    float32; their outputs are summed with weight exactly 1 (eq:moe_output). Units may also be
+    dropped, or always on: those of a shared expert, or all units of a leading layer, which is then
+    dense. All split layers have the same number of each kind.
+    """
+
+    expert_of_neuron_LN: Int[Tensor, "L N"]
+    """Expert of each neuron, 0 to E - 1, `ALWAYS_ON` or `DROPPED`; experts have the same size."""
+    router_LED: Float[Tensor, "L E D"]
+    """Router rows, float32."""
+    active_experts: int
+    """Experts run per token (k), 1 to E. May be changed without changing anything else."""
+    target: str = "ffn"
+    """What is split, a name of `TARGETS`."""
+    beside: "ExpertLayout | None" = None
+    """The layout of attention, if both FFNs and attention are split."""
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that is unbalanced, out of range or not finite."""
+        num_layers, num_experts, _ = self.router_LED.shape
+        expert_LN = self.expert_of_neuron_LN.cpu().long()
+        if len(expert_LN) != num_layers:
+            raise ValueError(f"{len(expert_LN)} layers are assigned, but {num_layers} have routers")
+        if expert_LN.min() < DROPPED or expert_LN.max() >= num_experts:
+            raise ValueError(f"expert numbers must lie in 0 to {num_experts - 1}, or be -1 or -2")
+        split_LN = expert_LN[self.moe_layers.start :]
+        if not len(split_LN) or bool((split_LN == ALWAYS_ON).all(dim=1).any()):
+            raise ValueError("only leading layers can be dense, and not all of them")
+        # For each split layer the counts of units dropped, always on, and of expert 0, 1, ...
+        rows = [torch.bincount(row - DROPPED, minlength=num_experts + 2) for row in split_LN]
+        counts = torch.stack(rows)
+        sizes_LE = counts[:, 2:]
+        if bool((counts != counts[0]).any() or (sizes_LE != sizes_LE[0, 0]).any()):
+            least, most = sizes_LE.aminmax()
+            raise ValueError(f"experts are not balanced: {least} to {most} neurons")
+        if not is_finite(self.router_LED):
+            raise ValueError("router weights contain NaN or infinity")
+        if not 1 <= self.active_experts <= num_experts:
+            raise UserError(
+                f"active_experts is {self.active_experts}, but the layout has {num_experts} "
+                f"experts per layer. Choose 1 to {num_experts}."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers (L)."""
+        return self.router_LED.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts per layer (E)."""
+        return self.router_LED.shape[1]
+
+    @property
+    def num_neurons(self) -> int:
+        """Number of units per layer (N)."""
+        return self.expert_of_neuron_LN.shape[1]
+
+    @property
+    def expert_size(self) -> int:
+        """Number of units per expert (S)."""
+        return int((self.expert_of_neuron_LN[-1] >= 0).sum()) // self.num_experts
+
+    @property
+    def moe_layers(self) -> range:
+        """Numbers of the layers that are split; those before them are dense."""
+        return range(int((self.expert_of_neuron_LN == ALWAYS_ON).all(1).sum()), self.num_layers)
+
+    @property
+    def granularity(self) -> Granularity:
+        """The split of this layout, in the form that files on disk record."""
+        return Granularity(
+            num_experts=self.num_experts,
+            expert_size=self.expert_size,
+            active_experts=self.active_experts,
+            shared_size=int((self.expert_of_neuron_LN[-1] == ALWAYS_ON).sum()),
+            dropped_size=int((self.expert_of_neuron_LN[-1] == DROPPED).sum()),
+            first_dense_layers=self.moe_layers.start,
+            target=self.target,
+            beside=self.beside.granularity if self.beside else None,
+        )
+
+    def neurons_of_expert(self, layer: int) -> Int[Tensor, "E S"]:
+        """Neuron numbers of each expert of a split layer, ascending within an expert."""
+        expert_N = self.expert_of_neuron_LN[layer]
+        order = torch.argsort(expert_N, stable=True)
+        return order[int((expert_N < 0).sum()) :].view(self.num_experts, -1)
+
+    def shared_neurons(self, layer: int) -> Int[Tensor, " N"]:
+        """Neuron numbers of a layer's shared expert, ascending; all neurons in a dense layer."""
+        return (self.expert_of_neuron_LN[layer] == ALWAYS_ON).nonzero().squeeze(1)
+
+    def of_target(self, target: str) -> "ExpertLayout | None":
+        """The layout of one target, if it is split."""
+        return next((part for part in parts_of(self) if part.target == target), None)
+
+    def without_idlest(self, work_LE: Float[Tensor, "L E"], num_dropped: int) -> "ExpertLayout":
+        """A copy without the `num_dropped` experts of least `work_LE` in each split layer."""
+        experts, expert_LN = self.num_experts, self.expert_of_neuron_LN.clone()
+        router_LED = self.router_LED[:, : experts - num_dropped].clone()
+        for layer, work_E in zip(self.moe_layers, work_LE, strict=True):
+            kept_E = work_E.argsort(stable=True)[num_dropped:].sort().values
+            number_E = torch.full((experts + 2,), DROPPED)
+            number_E[kept_E], number_E[ALWAYS_ON] = torch.arange(len(kept_E)), ALWAYS_ON
+            expert_LN[layer] = number_E[expert_LN[layer]]
+            router_LED[layer] = self.router_LED[layer, kept_E]
+        return replace(self, expert_of_neuron_LN=expert_LN, router_LED=router_LED)
+
+    def save(self, path: Path) -> None:
+        """Write as one safetensors file."""
+        tensors, metadata = {}, {"format": "dotmoe-layout-1"}
+        for part in parts_of(self):
+            expert_of_neuron = part.expert_of_neuron_LN.to(torch.int32)
+            tensors[in_file(part.target, "expert_of_neuron")] = expert_of_neuron
+            tensors[in_file(part.target, "router")] = part.router_LED.float()
+            metadata[in_file(part.target, "active_experts")] = str(part.active_experts)
+        save_tensors(tensors, path, **metadata)
+
+    @classmethod
+    def load(cls, path: Path) -> "ExpertLayout":
+        """Read a file written by `save`; a `UserError` if it is missing, truncated or no layout."""
+        with _opened(path, "layout", "Extract again.") as (file, metadata, targets):
+            return joined(
+                cls(
+                    expert_of_neuron_LN=file.get_tensor(in_file(name, "expert_of_neuron")).long(),
+                    router_LED=file.get_tensor(in_file(name, "router")),
+                    active_experts=int(metadata[in_file(name, "active_experts")]),
+                    target=name,
+                )
+                for name in targets
+            )
+
+
+def in_file(target: str, name: str) -> str:
+    """Name of a target's tensor or value in the files of a run; for FFNs it has no prefix."""
+    return name if target == "ffn" else f"{target}.{name}"
+
+
+@contextmanager
+def _opened(
+    path: Path, what: str, remedy: str, device: str = "cpu"
+) -> Iterator[tuple[Any, dict[str, str], Sequence[str]]]:
+    """Open a run's file; yield it, its metadata and its targets. A `UserError` if it is invalid."""
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            names = set(file.keys())
+            targets = [target for target in TARGETS if in_file(target, "router") in names]
+            yield file, file.metadata() or {}, targets
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise UserError(f"{path} is not a valid {what} ({one_line(error)}). {remedy}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssignmentConfig:
+    """Options of the transport problem that assigns units to experts by their affinities."""
+
+    tau_start: Annotated[float, above(0)] = 1.0
+    """Transport temperature at the first step, in units of affinity (paper: 1.0)."""
+    tau_end: Annotated[float, above(0)] = 0.1
+    """Transport temperature after the warm-up and in every extraction (paper: 0.1)."""
+    solver: Literal["newton", "sinkhorn"] = "newton"
+    """`newton`: semi-dual Newton with implicit gradient, to convergence. `sinkhorn`: the paper's 50
+    unrolled sweeps."""
+
+    def tau(self, step: int, warmup_steps: int) -> float:
+        """Temperature of a step: linear in the warm-up, then constant (app:log_domain_sinkhorn)."""
+        if step >= warmup_steps:
+            return self.tau_end
+        return self.tau_start + (self.tau_end - self.tau_start) * (step / warmup_steps)
+
+    def solve(
+        self,
+        affinity_LNE: Float[Tensor, "L N E"],
+        capacity: Capacity,
+        tau: float,
+        start_LE: Float[Tensor, "L E"] | None = None,
+    ) -> TransportPlan:
+        """Balanced soft plan of every layer (eq:entropic_ot); there may be no layers.
+
+        `start_LE` holds column potentials of an earlier plan as a warm start, for `newton` only.
+        The gradient flows to the affinities: implicit for `newton`, unrolled for `sinkhorn`.
+        """
+        if self.solver == "sinkhorn":
+            return sinkhorn(affinity_LNE, capacity=capacity, tau=tau)
+        return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignState:
+    """The affinities and routers that alignment learns, always float32."""
+
+    affinity_LNE: Float[Tensor, "L N F"]
+    """Score of unit n for expert e in each layer (A; "assignment logits" in the paper). If there is
+    a shared expert, the last column is the score for it."""
+    router_LED: Float[Tensor, "L E D"]
+    """Router rows."""
+    step: int
+    """Optimizer steps taken; 0 for an initial state."""
+    target: str = "ffn"
+    """What is split, a name of `TARGETS`."""
+    beside: "AlignState | None" = None
+    """The state of attention, if both FFNs and attention are split."""
+
+    def save(self, path: Path) -> None:
+        """Write as one safetensors file."""
+        tensors = {}
+        for part in parts_of(self):
+            tensors[in_file(part.target, "affinity")] = part.affinity_LNE
+            tensors[in_file(part.target, "router")] = part.router_LED
+        save_tensors(tensors, path, format="dotmoe-state-1", step=str(self.step))
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> "AlignState":
+        """Read a file written by `save`; a `UserError` if it is missing, truncated or no state."""
+        remedy = "Delete its folder to run the stage again."
+        with _opened(path, "alignment state", remedy, str(device)) as (file, metadata, targets):
+            return joined(
+                cls(
+                    affinity_LNE=file.get_tensor(in_file(name, "affinity")),
+                    router_LED=file.get_tensor(in_file(name, "router")),
+                    step=int(metadata["step"]),
+                    target=name,
+                )
+                for name in targets
+            )
+
+
+@torch.no_grad()
+def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> ExpertLayout:
+    """STAGE extract: round the plan at the final temperature to the layout that is exported.
+
+    Router rows are centred over experts first: this changes no routing, and keeps the gates of the
+    exported architecture closest to 1. All neurons of leading dense layers are always on.
+    """
+    if split.beside:
+        pairs = zip(parts_of(state), parts_of(split), strict=True)
+        return joined(extract(part, of_part, config) for part, of_part in pairs)
+    plan = config.solve(state.affinity_LNE, split.capacity, config.tau_end)
+    centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
+    expert_of_neuron_LN = greedy_assignment(plan.plan, capacity=split.capacity).cpu()
+    expert_of_neuron_LN[expert_of_neuron_LN == split.num_experts] = ALWAYS_ON
+    expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
+    return ExpertLayout(
+        expert_of_neuron_LN=expert_of_neuron_LN,
+        router_LED=centred_LED.cpu(),
+        active_experts=split.active_experts,
+        target=split.target,
+    )

@@ -1,0 +1,303 @@
+"""The training-time form of an MoE layer: dense units under the mask R M^T (eq:moe_output)."""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dotmoe.method.granularity import parts_of
+from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.method.router import Routing, kernels_for, router_logits
+from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
+
+
+@contextmanager
+def input_hooks(
+    modules: Mapping[int, nn.Module], look: Callable[[int, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Within this context, `look` gets each module's number and input and may replace the input."""
+
+    def before_forward(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        replaced = look(number, args[0] if args else kwargs["hidden_states"])
+        return None if replaced is None else ((replaced, *args[1:]), kwargs)
+
+    with ExitStack() as hooks:
+        for number, module in modules.items():
+            hook = partial(before_forward, number)
+            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+
+
+@contextmanager
+def computing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Within this context, each module runs the given function in place of its `forward`."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del module.forward  # uncovers the class's
+            else:
+                module.forward = own
+
+
+def recomputing(dense: DenseModel, enabled: bool = True) -> AbstractContextManager[None]:
+    """Within this context, layers keep only their input and recompute the rest, if `enabled`."""
+    layers = list(dense.family.layers(dense.model)) if enabled else []
+    return computing(
+        {layer: partial(checkpoint, layer.forward, use_reentrant=False) for layer in layers}
+    )
+
+
+@dataclass(kw_only=True)
+class Masking(Routing):
+    """The state that all masked layers of one target read; tensors cover only the split layers."""
+
+    expert_of_neuron_LN: Int[Tensor, "L N"]
+    """Hard assignment M as expert numbers; numbers from E on are columns of `fixed`."""
+    router_LED: Float[Tensor, "L E D"] | tuple[Float[Tensor, "E D"], ...]
+    """Router rows of all layers, as one tensor or as one tensor per layer."""
+    plan_LNE: Float[Tensor, "L N E"] | tuple[Float[Tensor, "N E"], ...] | None = None
+    """Soft plan in the same form, or None; takes the assignment's gradient (eq:assignment_ste)."""
+    fixed: tuple[float, ...] = ()
+    """Further columns of R, the same for all tokens: 1 for neurons that always run and belong to no
+    routed expert, 0 for neurons that never run."""
+    first_layer: int = 0
+    """Layers before this one stay dense."""
+    target: str = "ffn"
+
+    def of_layer(self, index: int, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """R (with the columns of `fixed`), assignment and plan of split layer number `index`."""
+        mask_TE, _ = self.route(router_logits(x_TD, self.router_LED[index]))
+        for value in self.fixed:
+            mask_TE = F.pad(mask_TE, (0, 1), value=value)
+        plan_NE = None if self.plan_LNE is None else self.plan_LNE[index]
+        return mask_TE, self.expert_of_neuron_LN[index], plan_NE
+
+
+def masked_ffn(
+    dense: Callable[..., Tensor], projections: GatedFFN, masking: Masking, index: int, x: Tensor
+) -> Tensor:
+    """Map [..., D] to [..., D]: (H * (R M^T)) W_down, so only k experts' neurons contribute.
+
+    If masking is off, `dense` computes the output. `index` counts the split layers.
+    """
+    if not masking.enabled:
+        return dense(x)
+    x_TD = x.reshape(-1, x.shape[-1])
+    gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
+    masked_TN = masked_activation(gate_TN, up_TN, *masking.of_layer(index, x_TD))
+    output: Tensor = projections.down(masked_TN).view(x.shape)
+    return output
+
+
+def masked_attention(
+    dense: Callable[..., Any],
+    projection: nn.Module,
+    masking: Masking,
+    index: int,
+    hidden_states: Tensor,
+    **kwargs: Any,
+) -> Any:
+    """Attention in which all heads compute, but W_O reads only the heads of k experts.
+
+    This is eq:moe_output with the concatenated outputs of the heads as H (sec:attention_moe).
+    """
+    if not masking.enabled:
+        return dense(hidden_states=hidden_states, **kwargs)
+    units_TN = unit_mask(*masking.of_layer(index, hidden_states.flatten(0, -2)))
+
+    def mask(_: int, heads: Tensor) -> Tensor:
+        parts = heads.view(*units_TN.shape, -1)
+        return (parts * units_TN.unsqueeze(-1).to(heads.dtype)).view(heads.shape)
+
+    with input_hooks({0: projection}, mask):
+        return dense(hidden_states=hidden_states, **kwargs)
+
+
+def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None) -> Tensor:
+    """R M^T, [T, N], with straight-through gradients (eq:assignment_ste); for few units."""
+    member_NE = F.one_hot(expert_of_unit_N, mask_TE.shape[1]).to(mask_TE.dtype)
+    if plan_NE is not None:
+        member_NE = member_NE + (plan_NE - plan_NE.detach())
+    return mask_TE @ member_NE.T
+
+
+def masked(
+    dense: DenseModel, maskings: Iterable[Masking], only: Container[int] | None = None
+) -> AbstractContextManager[None]:
+    """Within this context, `maskings` apply to the split layers of the model, or `only` to some."""
+    forwards = dict[nn.Module, Callable[..., Any]]()
+    for masking in maskings:
+        target, first = TARGETS[masking.target], masking.first_layer
+        for index, layer in enumerate(dense.family.layers(dense.model)):
+            if index < first or (only is not None and index not in only):
+                continue
+            block, how = target.block(layer), (masking, index - first)
+            if target.name == "attention":
+                forward = partial(masked_attention, block.forward, target.output(layer), *how)
+            else:
+                forward = partial(masked_ffn, block.forward, dense.family.ffn(layer), *how)
+            forwards[block] = forward
+    return computing(forwards)
+
+
+def masked_by(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager[None]:
+    """Within this context, `dense` computes exactly the layout's MoE, the reference of exports."""
+    return masked(dense, maskings_of(dense, layout))
+
+
+def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
+    """One `Masking` for each target of a layout, on the device of the model."""
+    return [
+        Masking(
+            active_experts=part.active_experts,
+            expert_of_neuron_LN=part.expert_of_neuron_LN[part.moe_layers.start :].to(dense.device)
+            % (part.num_experts + 2),
+            router_LED=part.router_LED[part.moe_layers.start :].to(dense.device, torch.float32),
+            fixed=(0.0, 1.0),  # for DROPPED (-2) and ALWAYS_ON (-1)
+            first_layer=part.moe_layers.start,
+            target=part.target,
+        )
+        for part in parts_of(layout)
+    ]
+
+
+def routed(
+    dense: DenseModel, layout: ExpertLayout, chosen: Mapping[int, Int[Tensor, "T K"]]
+) -> AbstractContextManager[None]:
+    """Within this context, each split layer of the layout's target runs the experts `chosen`."""
+    target, layers = TARGETS[layout.target], dense.family.layers(dense.model)
+
+    def mask(layer: int, hidden: Tensor) -> Tensor:
+        runs_TN = neuron_mask(chosen[layer].to(hidden.device), layout, layer)
+        return hidden * target.of_columns(runs_TN, dense.config).view_as(hidden)
+
+    return input_hooks({i: target.output(layers[i]) for i in layout.moe_layers}, mask)
+
+
+@contextmanager
+def gated(
+    dense: DenseModel,
+    experts: Mapping[int, Int[Tensor, " N"]],
+    gate: Callable[[int, Tensor, Tensor], Tensor],
+) -> Iterator[None]:
+    """Within this context, each neuron is multiplied by its expert's gate, and no router runs.
+
+    `experts` maps each split layer to the experts of its neurons. `gate` takes a layer's number,
+    the input [T, D] of its FFN and the hidden activations [T, N], and returns the gates, [T, E].
+    """
+    layers, inputs = dense.family.layers(dense.model), dict[int, Tensor]()
+
+    def weigh(layer: int, hidden: Tensor) -> Tensor:
+        gate_TE = gate(layer, inputs[layer].flatten(0, -2), hidden.flatten(0, -2)).to(hidden.dtype)
+        # The last column stands for the neurons that are always on.
+        gate_TN = F.pad(gate_TE, (0, 1), value=1.0)[:, experts[layer].to(hidden.device)]
+        return hidden * gate_TN.view_as(hidden)
+
+    ffns = {layer: TARGETS["ffn"].block(layers[layer]) for layer in experts}
+    downs = {layer: TARGETS["ffn"].output(layers[layer]) for layer in experts}
+    with input_hooks(ffns, inputs.__setitem__), input_hooks(downs, weigh):
+        yield
+
+
+def neuron_mask(
+    chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
+) -> Bool[Tensor, "T N"]:
+    """Which units of a layer run for each token: R M^T as booleans (eq:moe_output)."""
+    # The last two columns of R stand for dropped neurons and for neurons that are always on.
+    shape = (len(chosen_TK), layout.num_experts + 2)
+    runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
+    runs_TE.scatter_(1, chosen_TK, True)
+    runs_TE[:, ALWAYS_ON] = True
+    return runs_TE[:, layout.expert_of_neuron_LN[layer].to(chosen_TK.device)]
+
+
+def masked_activation(
+    gate_TN: Float[Tensor, "T N"],
+    up_TN: Float[Tensor, "T N"],
+    routing_TE: Float[Tensor, "T E"],
+    expert_of_neuron_N: Int[Tensor, " N"],
+    plan_NE: Float[Tensor, "N F"] | None = None,
+) -> Float[Tensor, "T N"]:
+    """H * (R M^T), H = SiLU(gate) * up, with straight-through gradients for R and M.
+
+    These are eq:moe_output and eq:assignment_ste. With a hard M, R M^T is a gather,
+    `R[:, expert_of_neuron]`. On CUDA one Triton kernel does all of it. The plan's values are not
+    read: it only receives M's gradient.
+
+    Gradient:
+        With G = dL/d(mask) = dL/d(out) * H, R receives the sum of G over each expert's neurons, and
+        the plan receives G^T R, both accumulated in float32. H is recomputed from gate and up.
+    """
+    result: Tensor = _MaskedActivation.apply(  # type: ignore[no-untyped-call]
+        gate_TN, up_TN, routing_TE, expert_of_neuron_N, plan_NE
+    )
+    return result
+
+
+class _MaskedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, routing_TE: Tensor, expert_of: Tensor, plan: Any
+    ) -> Tensor:
+        routing = routing_TE.to(gate.dtype)
+        ctx.save_for_backward(gate, up, routing, expert_of)
+        ctx.dtypes = routing_TE.dtype, None if plan is None else plan.dtype
+        if (kernels := kernels_for(gate)) is not None:
+            kernel = kernels.masked_activation
+            (fused,) = kernels.over_neurons(kernel, 1, gate, up, routing, expert_of)
+            return fused  # type: ignore[no-any-return]
+        return F.silu(gate).mul_(up).mul_(routing.index_select(1, expert_of))
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, routing, expert_of = ctx.saved_tensors
+        if (kernels := kernels_for(gate)) is not None:
+            grad_gate, grad_up, grad_mask = kernels.over_neurons(
+                kernels.masked_activation_gradient, 3, grad_TN, gate, up, routing, expert_of
+            )
+        else:
+            silu = F.silu(gate)
+            grad_mask = (silu * up).mul_(grad_TN)
+            grad_hidden = routing.index_select(1, expert_of).mul_(grad_TN)
+            grad_up = silu.mul_(grad_hidden)
+            grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
+        grad_routing = grad_plan = None
+        routing_dtype, plan_dtype = ctx.dtypes
+        if ctx.needs_input_grad[2]:
+            grad_routing = _expert_sums(grad_mask, expert_of, routing.shape[1]).to(routing_dtype)
+        if ctx.needs_input_grad[4]:
+            grad_plan = product_in_float32(grad_mask.T, routing).to(plan_dtype)
+        return grad_gate, grad_up, grad_routing, None, grad_plan
+
+
+def _expert_sums(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: int) -> Tensor:
+    """Sum over the neurons of each expert, [T, E], accumulated in at least float32."""
+    dtype = torch.promote_types(values_TN.dtype, torch.float32)
+    if num_experts == 1:
+        return values_TN.sum(dim=1, keepdim=True, dtype=dtype)
+    if values_TN.is_cuda:
+        members = F.one_hot(expert_of_neuron_N, num_experts).to(values_TN.dtype)
+        return product_in_float32(values_TN, members)
+    sums_TE = torch.zeros(len(values_TN), num_experts, dtype=dtype)
+    return sums_TE.index_add_(1, expert_of_neuron_N, values_TN.to(dtype))
+
+
+def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Matrix product; for 16-bit factors it is accumulated and returned in float32."""
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()

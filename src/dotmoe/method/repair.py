@@ -1,0 +1,368 @@
+"""Repair by layers: refit W_down and W_O under the masks in closed form, then train the FFNs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
+from dotmoe.common.options import at_least
+from dotmoe.common.progress import Update, no_update
+from dotmoe.method.finetuning import CHANGES, LAYOUT
+from dotmoe.method.granularity import Granularity, parts_of
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.masked import Masking, input_hooks, masked, maskings_of
+from dotmoe.models.checkpoint import CHANGED, Tensors
+from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream, Target
+from dotmoe.models.load import whole_weights
+from dotmoe.text.blocks import TokenBlocks
+from dotmoe.training.loop import cosine_with_warmup
+
+METRICS = "repair.json"
+"""Metrics: the stage's, and each layer's beside its weights."""
+RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
+"""Penalties to try, as shares of the mean diagonal of the Gram matrix."""
+_TOKENS_AN_INPUT, _HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
+_BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
+"""Training: tokens per step, peak learning rate as a share of a matrix's root mean square, and
+share of the steps that warm up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepairConfig:
+    """Options of a repair: refit W_down of FFNs and W_O of attention, then train the FFNs."""
+
+    repair_tokens: Annotated[int, at_least(1)] | None = None
+    """Maximum number of training tokens that a repair is fitted to, drawn evenly over the text.
+    Default: 40 for each input of a projection, such as a neuron of an FFN."""
+    repair_active_experts: tuple[Annotated[int, at_least(1)], ...] = ()
+    """Numbers of active experts (k) that a repair is fitted to, all with equal weight; only if one
+    target is split. Default: the layout's k."""
+    repair_epochs: Annotated[int, at_least(0)] = 3
+    """Number of passes over these tokens that train all three projections of each FFN after the
+    refit, layer by layer, to the same end; 0: refit W_down only. Attention is only refitted."""
+
+    def tokens(self, split: Granularity, dense_config: Any) -> int:
+        """Number of tokens: `repair_tokens`, or the default for the projections of that split."""
+        inputs = [TARGETS[part.target].inputs(dense_config) for part in parts_of(split)]
+        return self.repair_tokens or _TOKENS_AN_INPUT * max(inputs)
+
+    def require(self, split: Granularity) -> None:
+        """Raise a `UserError` for a k out of range, or if k is given for two targets at once."""
+        ks = self.repair_active_experts
+        if ks and split.beside:
+            raise UserError(
+                f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention each "
+                "have their own k. Leave it out."
+            )
+        if max(ks, default=0) > split.num_experts:
+            raise UserError(
+                f"repair_active_experts is {max(ks)}, but the layout has {split.num_experts} "
+                f"experts per layer. Choose 1 to {split.num_experts}."
+            )
+
+
+class NormalEquations:
+    """Weighted sums over tokens for dW = argmin sum_t w_t ||z_t dW - r_t||^2, in float64."""
+
+    def __init__(self, num_neurons: int, width: int, device: torch.device) -> None:
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.gram_NN = zeros(num_neurons, num_neurons)
+        self.cross_ND = zeros(num_neurons, width)
+        self.missing = zeros(())
+
+    def add(self, hidden_TN: Tensor, missing_TD: Tensor, weight_T: Tensor) -> None:
+        """Add tokens: masked activations z, what the output lacks (r), and weights w; float32."""
+        weighted_TN = hidden_TN * weight_T[:, None]
+        self.gram_NN += weighted_TN.T @ hidden_TN
+        self.cross_ND += weighted_TN.T @ missing_TD
+        self.missing += (missing_TD.square().sum(1) * weight_T).sum()
+
+    def solved(self, ridge: float) -> Float[Tensor, "N D"]:
+        """The solution with a penalty on its square: `ridge` (above 0) times the mean diagonal."""
+        penalised_NN = self.gram_NN.clone()
+        penalised_NN.diagonal().add_(ridge * self.gram_NN.diagonal().mean())
+        factor_NN, failed = torch.linalg.cholesky_ex(penalised_NN)
+        if failed:  # nothing ran, or nothing is finite: there is nothing to fit
+            return torch.zeros_like(self.cross_ND)
+        return torch.cholesky_solve(self.cross_ND, factor_NN)
+
+    def error(self, change_ND: Tensor) -> float:
+        """Weighted square error with dW, as a share of that with 0: below 1 is a gain."""
+        change = ((self.gram_NN @ change_ND - 2 * self.cross_ND) * change_ND).sum()
+        return float(1 + change / self.missing) if self.missing else 1.0
+
+
+def refit(
+    fit: NormalEquations, heldout: NormalEquations, *, whole: bool
+) -> tuple[Tensor, dict[str, Any]]:
+    """Change of a projection, [N, D], with the penalty best for held-out tokens, and its metrics.
+
+    It is fitted to all tokens if `whole`, else to those not held out; it is zero if no penalty
+    gains. Metrics: `ridge`, None for zero, and `heldout_error` as of `NormalEquations.error`.
+    """
+    errors = {ridge: heldout.error(fit.solved(ridge)) for ridge in RIDGES}
+    ridge = min(errors, key=errors.__getitem__)
+    if not errors[ridge] < 1:
+        return torch.zeros_like(fit.cross_ND), {"ridge": None, "heldout_error": 1.0}
+    if whole:
+        fit.gram_NN += heldout.gram_NN
+        fit.cross_ND += heldout.cross_ND
+    return fit.solved(ridge), {"ridge": ridge, "heldout_error": errors[ridge]}
+
+
+@torch.no_grad()
+def repair(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    blocks: TokenBlocks,
+    config: RepairConfig,
+    *,
+    folder: Path,
+    on_progress: Update = no_update,
+) -> dict[str, Any]:
+    """Refit W_down or W_O of each split layer, so that the masked model follows the dense one.
+
+    Two residual streams go through the layers side by side: the dense model's, and that of the
+    masked model as repaired so far. After each split FFN or attention, ridge regression changes its
+    output projection so that the second comes as close as it can to the first, token by token
+    relative to its size. Every 8th row of text is held out to choose the penalty. With
+    `repair_epochs`, Adam then trains all projections of an FFN to the same end on the other rows; a
+    layer that gains nothing on held-out rows keeps its refit. A stopped process resumes after the
+    finished layers, with the same result. The weights of `dense` are in memory or on
+    disk, and unchanged afterwards.
+
+    `folder` receives the new projections in the dtypes of the source (`CHANGES`, to be read by
+    `trained_model`), `layout.safetensors` and `repair.json`.
+
+    Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
+    (and, with attention, each `target`) the metrics of `refit`, and for a trained FFN the
+    `trained_error`: its held-out error relative to that of the dense weights. Raises a `UserError`
+    if there is too little text, or a k is out of range.
+    """
+    dense.require("memory", "disk")
+    config.require(layout.granularity)
+    streams = _Streams(dense, layout, blocks, config)
+    parameters, stored = dict(dense.model.named_parameters()), Tensors.of(dense)
+    metrics = list[dict[str, Any]]()
+    for index in range(layout.num_layers):
+        with whole_weights(dense, index):
+            streams.advance_dense(index)
+            if index not in layout.moe_layers:
+                continue
+            originals = dict[str, Tensor]()
+            with masked(dense, streams.maskings, only=[index]):
+                for masking in reversed(streams.maskings):  # attention is before the FFN
+                    target = TARGETS[masking.target]
+                    checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
+                    if not checkpoint.is_dir():
+                        weights, of_layer = streams.repaired(index, masking)
+                        if target.name == "attention":
+                            of_layer = {"target": target.name, **of_layer}
+                        dtype = stored.describe(target.output_tensor(index))[1]
+                        prefix = f"model.layers.{index}.{target.module}"
+                        tensors = {
+                            f"{prefix}.{name}": weight.to(dtype) for name, weight in weights.items()
+                        }
+                        with complete_folder(checkpoint) as partial_folder:
+                            save_tensors(tensors, partial_folder / CHANGED)
+                            write_json(partial_folder / METRICS, {"layer": index, **of_layer})
+                    metrics.append(read_json(checkpoint / METRICS))
+                    for name, weight in load_file(checkpoint / CHANGED).items():
+                        originals[name] = parameters[name].data
+                        parameters[name].data = weight.to(originals[name])
+                streams.converted.advance(index)
+            for name, weight in originals.items():
+                parameters[name].data = weight
+            on_progress(index + 1, layout.num_layers, f"error {metrics[-1]['heldout_error']:.3f}")
+    layout.save(folder / LAYOUT)
+    served = [*config.repair_active_experts] or [part.active_experts for part in parts_of(layout)]
+    record = {"tokens": streams.num_tokens, "active_experts": served, "layers": metrics}
+    write_json(folder / METRICS, record)
+    return record
+
+
+class _Streams:
+    """The residual streams of a dense model and of its masked model."""
+
+    def __init__(
+        self, dense: DenseModel, layout: ExpertLayout, blocks: TokenBlocks, config: RepairConfig
+    ) -> None:
+        self.maskings = maskings_of(dense, layout)
+        self._config, self._device = config, dense.device
+        self._traits = dense.family.traits(dense.config)
+        self._layers = dense.family.layers(dense.model)
+        wanted = config.tokens(layout.granularity, dense.config)
+        tokens_BT, self._num_fitted = _drawn(blocks, wanted)
+        rows, num = max(1, TOKENS_AT_ONCE // blocks.seq_len), self._num_fitted
+        # Rows that run at once are either all fitted or all held out.
+        self._parts = [slice(row, min(row + rows, num)) for row in range(0, num, rows)]
+        self._parts += [slice(row, row + rows) for row in range(num, len(tokens_BT), rows)]
+        self.num_tokens = tokens_BT.numel()
+        self._dense = Stream(dense, tokens_BT, self._parts)
+        self.converted = self._dense
+        """The stream of the masked model."""
+        self._attended_BTD = torch.empty(0)
+        """The dense stream between attention and FFN of the layer it went through last."""
+
+    def advance_dense(self, index: int) -> None:
+        """Advance the dense stream through a layer; the masked model's stays before it."""
+        if index == self.maskings[0].first_layer:
+            self.converted = self._dense.clone()
+        attended: list[Tensor] = []
+        splits_attention = self.maskings[-1].target == "attention"
+        places = {0: self._after_attention(index)} if splits_attention else {}
+        with input_hooks(places, lambda _, x: attended.append(x.cpu())):
+            self._dense.advance(index)
+        if attended:
+            self._attended_BTD = torch.cat(attended)
+
+    def repaired(self, index: int, masking: Masking) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Weights, by their names, with which an FFN or attention brings the masked stream close to
+        the dense one; and the layer's metrics.
+        """
+        target, layer, own_k = TARGETS[masking.target], self._layers[index], masking.active_experts
+        ks = self._config.repair_active_experts or (own_k,)
+        is_ffn = target.name == "ffn"
+        is_trained = is_ffn and self._config.repair_epochs > 0
+        norm, output = self._norm(index, target), target.output(layer)
+        dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
+        weight_BT = self._token_weights(dense_BTD)
+        sizes = output.in_features, output.out_features, self._device
+        sums = NormalEquations(*sizes), NormalEquations(*sizes)
+        inputs, wanted = dict[int, Tensor](), dict[int, Tensor]()  # same for any k, up to rounding
+        seen, tapped = dict[int, Tensor](), list[tuple[Tensor, Tensor]]()
+        tap = output.register_forward_hook(
+            lambda module, args, output: tapped.append((args[0].float(), output.float()))
+        )
+        places = {0: target.block(layer), 1: self._after_attention(index)}
+        with tap, input_hooks(places, seen.__setitem__):
+            for masking.active_experts in ks:
+                for part in self._parts:
+                    behind_BTD = self.converted.after(index, part)
+                    reached_BTD = behind_BTD if is_ffn else seen[1]
+                    missing_BTD = dense_BTD[part].to(self._device).float() - reached_BTD.float()
+                    missing_TD = missing_BTD.flatten(0, 1) / self._traits.multipliers.residual
+                    hidden_TN, product_TD = (each.flatten(0, -2) for each in tapped.pop())
+                    weight_T = weight_BT[part].flatten()
+                    if is_trained:
+                        inputs[part.start] = seen[0].flatten(0, 1).cpu()
+                        wanted_TD = missing_TD + norm(product_TD)
+                        wanted[part.start] = wanted_TD.to(self._dense.hidden_BTD)
+                    if self._traits.norms_after:
+                        missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
+                        weight_T = weight_T / scale_T.square()
+                    sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
+        change_ND, metrics = refit(*sums, whole=not is_trained)
+        weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
+        if is_trained:
+            x_TD, wanted_TD = (torch.cat([*parts.values()]) for parts in (inputs, wanted))
+            weights, metrics["trained_error"] = self._trained(
+                index, masking, ks, weights, x_TD, wanted_TD, weight_BT.flatten()
+            )
+        masking.active_experts = own_k
+        return weights, metrics
+
+    def _trained(
+        self,
+        index: int,
+        masking: Masking,
+        ks: Sequence[int],
+        refitted: Mapping[str, Tensor],
+        x_TD: Tensor,
+        wanted_TD: Tensor,
+        weight_T: Tensor,
+    ) -> tuple[dict[str, Tensor], float]:
+        """An FFN's weights, trained if held-out tokens gain, and the share of error left on them.
+
+        Steps cycle through `ks`; afterwards `masking` has the last of them.
+        """
+        ffn, norm = TARGETS["ffn"].block(self._layers[index]), self._norm(index, TARGETS["ffn"])
+        dense = {name: weight.float() for name, weight in ffn.named_parameters()}
+        start = dense | {name: weight.float() for name, weight in refitted.items()}
+        trained = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
+        num = self._num_fitted * self._dense.hidden_BTD.shape[1]
+
+        def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
+            x = x_TD[rows_T].to(self._device).float()
+            output_TD: Tensor = norm(functional_call(ffn, dict(weights), (x,)))
+            square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
+            return (square_T * weight_T[rows_T.to(self._device)]).sum()
+
+        def heldout_error(weights: Mapping[str, Tensor]) -> float:
+            total, parts = 0.0, torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
+            for masking.active_experts in ks:
+                total += sum(float(error(weights, rows_T)) for rows_T in parts)
+            return total
+
+        groups = [
+            {"params": p, "lr": _RATE * float(p.detach().square().mean().sqrt())}
+            for p in trained.values()
+        ]
+        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
+        a_pass = math.ceil(num / _BATCH)
+        steps = a_pass * self._config.repair_epochs
+        rate = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        generator = torch.Generator().manual_seed(index)
+        for step in range(steps):
+            if step % a_pass == 0:
+                batches = torch.split(torch.randperm(num, generator=generator), _BATCH)
+            masking.active_experts = ks[step % len(ks)]
+            with torch.enable_grad():
+                loss = error(trained, batches[step % a_pass]) / _BATCH
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        of_dense, of_refit = heldout_error(dense), heldout_error(start)
+        of_trained = heldout_error(trained)
+        kept = trained if of_trained < of_refit else start
+        left = min(of_refit, of_trained) / (of_dense or 1.0)
+        return {name: weight.detach() for name, weight in kept.items()}, left
+
+    def _norm(self, index: int, target: Target) -> nn.Module:
+        """The norm (or identity) between a part and the stream, before a residual multiplier."""
+        norms_after, layer = self._traits.norms_after, self._layers[index]
+        return layer.get_submodule(target.norm_after) if norms_after else nn.Identity()
+
+    def _after_attention(self, index: int) -> nn.Module:
+        """The module that is called with the stream between attention and FFN."""
+        name = "mlp" if self._traits.norms_after else "post_attention_layernorm"
+        return self._layers[index].get_submodule(name)
+
+    def _token_weights(self, dense_BTD: Tensor) -> Tensor:
+        """Token weights [B, T]: 1 / mean square of the stream, over its median and at most 10."""
+        parts = [1 / dense_BTD[part].float().square().mean(2) for part in self._parts]
+        weight_BT = torch.cat(parts)
+        return (weight_BT / weight_BT.median()).clamp(max=_LARGEST_WEIGHT).to(self._device)
+
+
+def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
+    """Rows drawn evenly over the text, every 8th (held out) put last; and how many are fitted."""
+    if blocks.num_blocks < 2:
+        raise UserError(
+            f"the text gives 1 block of {blocks.seq_len} tokens, but a repair needs two, one of "
+            "them held out to choose its penalty. Give more text, or lower seq_len."
+        )
+    tokens_BT = blocks.drawn(max(num_tokens, 2 * blocks.seq_len))
+    rows = len(tokens_BT)
+    is_heldout = torch.arange(rows) % _HELD_OUT == min(rows, _HELD_OUT) - 1
+    return torch.cat([tokens_BT[~is_heldout], tokens_BT[is_heldout]]), int((~is_heldout).sum())
+
+
+def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """What a product lacks before a norm, if its size stays what it is; and that size, [T]."""
+    scale_T, gain_D = product_TD.square().mean(1).sqrt(), norm.weight.float()
+    scale_T = scale_T.clamp_min(float(scale_T.median()) / _LARGEST_WEIGHT + 1e-30)
+    power_D = gain_D.square()  # damped: a gain near zero asks for next to nothing
+    return missing_TD * scale_T[:, None] * gain_D / (power_D + 0.01 * power_D.mean()), scale_T

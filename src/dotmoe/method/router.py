@@ -1,0 +1,171 @@
+"""Token-to-expert routing: logits, the binary top-k mask, its soft surrogates, its losses."""
+
+import importlib
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Surrogate = Literal["softmax", "soft_top_k"]
+"""`softmax` is the paper's; the rows of `soft_top_k` sum to k, as those of the mask do."""
+Routed = tuple[Float[Tensor, "T E"], Int[Tensor, "T K"]]
+"""The float32 mask, and the chosen experts of each token, largest logit first."""
+
+_ITERATIONS = 16
+"""Maximum number of Newton or bisection steps of the soft top-k."""
+
+
+@dataclass(kw_only=True)
+class Routing:
+    """How split layers route tokens, and the router losses that they record."""
+
+    active_experts: int
+    surrogate: Surrogate | None = None
+    """Soft mask that provides the mask's gradient; None: the mask has no gradient."""
+    surrogate_temperature: float = 1.0
+    enabled: bool = True
+    """False: the model is dense; all neurons run for every token, and no router runs."""
+    losses: list[tuple[Tensor, Tensor]] | None = None
+    """z-loss and balance loss of each layer in the current forward pass; None: not recorded."""
+
+    def route(self, logits_TE: Float[Tensor, "T E"]) -> Routed:
+        """Route the tokens of one layer (eq:router_topk, eq:router_ste)."""
+        routed = straight_through_top_k(
+            logits_TE, self.active_experts, self.surrogate, self.surrogate_temperature
+        )
+        if self.surrogate is not None:
+            # Computed even if not recorded: a recomputed layer must repeat the same operations.
+            losses = z_loss(logits_TE), balance_loss(logits_TE, routed[0])
+            if self.losses is not None:
+                self.losses.append(losses)
+        return routed
+
+    def pop_losses(self) -> tuple[Tensor, Tensor]:
+        """z-loss and balance loss of the last forward pass, averaged over layers."""
+        z, balance = zip(*(self.losses or []), strict=True)
+        self.losses = None  # otherwise recomputed layers would keep all their activations in it
+        return torch.stack(z).mean(), torch.stack(balance).mean()
+
+
+def z_loss(logits_TE: Float[Tensor, "T E"]) -> Float[Tensor, ""]:
+    """Mean over tokens of logsumexp(L)^2 (eq:z_loss); keeps router logits small."""
+    return torch.logsumexp(logits_TE, dim=1).square().mean()
+
+
+def balance_loss(
+    logits_TE: Float[Tensor, "T E"], mask_TE: Float[Tensor, "T E"]
+) -> Float[Tensor, ""]:
+    """Load balancing E * sum_e f_e * p_e (eq:balance_loss).
+
+    f_e is the share of tokens routed to expert e, a count without a gradient. p_e is its mean
+    softmax probability over all tokens and experts (over the chosen ones it would be a constant).
+    The loss ranges from k (all experts used evenly) to E (the same k experts for every token).
+    """
+    share_E = mask_TE.detach().mean(dim=0)
+    probability_E = torch.softmax(logits_TE, dim=1).mean(dim=0)
+    return logits_TE.shape[1] * (share_E * probability_E).sum()
+
+
+def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:
+    """Router logits L = X W_r^T in float32 (eq:router_logits), whatever the model's dtype.
+
+    In bfloat16 about 7 % of tokens tie at the k-th place, and every server breaks ties differently.
+    """
+    return x_TD.float() @ router_ED.float().T
+
+
+def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Tensor, "T E"]:
+    """Binary routing mask R (eq:router_topk): 1 for the k largest logits of a token, else 0."""
+    return straight_through_top_k(logits_TE, active_experts, None)[0]
+
+
+def straight_through_top_k(
+    logits_TE: Float[Tensor, "T E"],
+    active_experts: int,
+    surrogate: Surrogate | None,
+    temperature: float = 1.0,
+) -> Routed:
+    """The binary top-k mask, with the gradient of a soft mask or with none (eq:router_ste)."""
+    chosen_TK = logits_TE.detach().topk(active_experts, dim=1).indices
+    mask_TE = torch.zeros_like(logits_TE).detach().scatter_(1, chosen_TK, 1.0)
+    if surrogate is None:
+        return mask_TE, chosen_TK
+    if surrogate == "softmax":
+        soft = torch.softmax(logits_TE, dim=1)
+    else:
+        soft = soft_top_k(logits_TE / temperature, active_experts)
+    # The added term is exactly 0 and carries the gradient of the surrogate.
+    return mask_TE + (soft - soft.detach()), chosen_TK
+
+
+def soft_top_k(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Tensor, "T E"]:
+    """Soft routing mask whose rows sum to k, as the binary mask's do.
+
+        S = sigmoid(L - theta_t)   with theta_t such that   sum_e S[t, e] = k
+
+    This is entropic transport of k units over E experts of capacity 1. Entries are in (0, 1), all
+    ones at k = E; each row sums to k within 1e-4. Logits are float32 or float64.
+
+    Gradient:
+        Implicit in theta: with w = S (1 - S), `dL = w * (g - sum(w g) / sum(w))`.
+        A row's gradient sums to zero, so no token pushes all its logits up.
+    """
+    result: Tensor = _SoftTopK.apply(logits_TE, active_experts)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SoftTopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, active_experts: int) -> Tensor:
+        soft = _saturated(logits_TE, active_experts)
+        ctx.save_for_backward(soft)
+        return soft
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+        (soft,) = ctx.saved_tensors
+        weight = soft * (1 - soft)
+        total = weight.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+        mean = (weight * grad_TE).sum(dim=1, keepdim=True) / total
+        return weight * (grad_TE - mean), None
+
+
+def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
+    """sigmoid(x - theta) where sum_e sigmoid(x_e - theta) = k for every token."""
+    num_experts, info = logits_TE.shape[1], torch.finfo(logits_TE.dtype)
+    if active_experts == num_experts:
+        return torch.ones_like(logits_TE)
+    # Newton steps stay inside a bracket. With x sorted descending, k - 1 + (E - k + 1) exp(-a) < k
+    # bounds theta from above by x_k + a; (k + 1) (1 - exp(-b)) >= k from below by x_(k+1) - b.
+    *_, kth_T, next_T = logits_TE.topk(active_experts + 1, dim=1).values.unbind(1)
+    low = next_T.unsqueeze(1) - math.log(active_experts + 1)
+    high = kth_T.unsqueeze(1) + math.log(num_experts)
+    if (kernels := kernels_for(logits_TE)) is not None:
+        fused: Tensor = kernels.soft_top_k(logits_TE, low, high, active_experts, _ITERATIONS)
+        return fused
+    theta = (low + high) / 2
+    for _ in range(_ITERATIONS):
+        soft = torch.sigmoid(logits_TE - theta)
+        excess = soft.sum(dim=1, keepdim=True) - active_experts
+        # On other devices this check would wait for the device.
+        if soft.device.type == "cpu" and excess.abs().max() <= num_experts * info.eps:
+            return soft
+        low = torch.where(excess > 0, theta, low)
+        high = torch.where(excess > 0, high, theta)
+        slope = (soft * (1 - soft)).sum(dim=1, keepdim=True)
+        newton = theta + excess / slope.clamp_min(info.tiny)
+        inside = (newton >= low) & (newton <= high)
+        theta = torch.where(inside, newton, (low + high) / 2)
+    return torch.sigmoid(logits_TE - theta)
+
+
+def kernels_for(tensor: Tensor) -> Any:
+    """`dotmoe.method.triton_kernels` if it supports the tensor's device and dtype, else None."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if not tensor.is_cuda or tensor.dtype not in dtypes or not importlib.util.find_spec("triton"):
+        return None
+    return importlib.import_module("dotmoe.method.triton_kernels")

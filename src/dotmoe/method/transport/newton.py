@@ -1,0 +1,346 @@
+"""Balanced plans by Newton's method on the semi-dual; its E x E system also gives the gradient."""
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dotmoe.method.transport.plan import Capacity, TransportPlan, checked_problem
+
+STAGE_TOLERANCE = 0.25
+"""Column error, in neurons, at which a stage above the final temperature ends. It is below 1, as a
+nearly 0/1 plan that gives an expert one neuron too many is not solved."""
+FIRST_FACTOR, SMALLEST_FACTOR, LARGEST_FACTOR = 4.0, 1.01, 1e3
+"""Ratios of the temperatures of successive stages: the first, the smallest and the largest."""
+LARGEST_MOVE = 4.0
+"""Largest change of a log-potential in one Newton step; the quadratic model fails beyond it."""
+MAX_PASSES = 300
+"""Maximum number of passes over all N x E entries of a problem; a near start needs 2 to 4."""
+STALE_PASSES = 8
+"""A stage ends after this many passes in a row that do not reduce the best error by a third."""
+ROUNDING_ERROR = 5e-6
+"""Relative error of a column below which only rounding can prevent a smaller one."""
+NARROW_LOGITS = 20.0
+"""|A| / tau + |v| up to which exponentials can neither overflow nor make a whole row 0."""
+WIDE_LOGITS = 512.0
+"""|A| / tau + |v| above which float32 would round logits too much, so that float64 is used."""
+REFINEMENTS = 4
+"""Maximum number of solves with the matrix of a nearby plan before the plan's own is formed."""
+CACHED_ELEMENTS = 2**17
+"""Elements of a block on the CPU: half a MiB in float32, so that a few blocks share a cache."""
+
+
+def balanced_plan(
+    affinity: Float[Tensor, "*L N E"],
+    *,
+    capacity: Capacity,
+    tau: float,
+    start: Float[Tensor, "*L E"] | None = None,
+    tolerance: float = 1e-6,
+) -> TransportPlan:
+    """Soft balanced assignment of N neurons to E experts, solved to a stated accuracy.
+
+    This is the plan of eq:entropic_ot that alg:sinkhorn would reach after enough sweeps. Row
+    potentials are eliminated: M = softmax_e(A / tau + v), and v maximises the concave function
+
+        F(v) = sum_e s_e v_e - sum_n logsumexp_e(A_ne / tau + v_e)
+
+    Args:
+        affinity: Score A of neuron n for expert e, larger is closer. Leading indices: problems.
+        capacity: Number of neurons of every expert (s), or one number per expert.
+        tau: Temperature > 0, in units of affinity. Small is sharp.
+        start: `potential` of a plan for nearby affinities: saves passes; a bad one does no harm.
+        tolerance: The solver stops when no |column sum - s| / s is larger than this.
+
+    Returns:
+        The plan, whose gradient is implicit (see `_ImplicitPlan`); `marginal_error` exceeds
+        `tolerance` only if rounding or `MAX_PASSES` stopped the solver. It is never NaN.
+
+    Raises:
+        ValueError: See `checked_problem`.
+
+    Example:
+        >>> balanced_plan(torch.tensor([[9.0, 0], [9, 0]]), capacity=1, tau=1.0).plan
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+    """
+    capacity_E = checked_problem(affinity, capacity, tau)
+    *leading, num_neurons, num_experts = affinity.shape
+    affinity_LNE = affinity.reshape(-1, num_neurons, num_experts)
+    plan_LNE = torch.empty_like(affinity_LNE, memory_format=torch.contiguous_format).detach()
+    potential_LE = affinity_LNE.new_zeros(len(affinity_LNE), num_experts, dtype=torch.float64)
+    if start is not None:
+        potential_LE.copy_(start.detach().reshape(potential_LE.shape))
+    error_L = torch.zeros_like(potential_LE[:, 0])
+    factors, num_passes = [], 0
+    with torch.no_grad():
+        for layer, layer_affinity in enumerate(affinity_LNE.detach()):
+            problem = _SemiDual(layer_affinity, plan_LNE[layer], capacity_E, tau)
+            potential_LE[layer], error_L[layer] = problem.solve(potential_LE[layer], tolerance)
+            factors.append(problem.factor_EE)
+            num_passes = max(num_passes, problem.num_passes)
+    attached: Tensor = _ImplicitPlan.apply(  # type: ignore[no-untyped-call]
+        affinity_LNE, plan_LNE, tau, factors
+    )
+    return TransportPlan(
+        plan=attached.reshape(affinity.shape),
+        potential=potential_LE.reshape(*leading, num_experts),
+        marginal_error=error_L.reshape(leading),
+        num_passes=num_passes,
+    )
+
+
+class _SemiDual:
+    """The semi-dual of one transport problem, and the plan from its last pass."""
+
+    def __init__(
+        self, affinity_NE: Tensor, plan_NE: Tensor, capacity_E: Tensor, tau: float
+    ) -> None:
+        self.affinity_NE, self.plan_NE = affinity_NE, plan_NE
+        self.capacity_E, self.tau = capacity_E, tau
+        low, high = torch.stack(torch.aminmax(affinity_NE)).tolist()
+        self.spread, self.widest = max(high - low, tau), max(abs(low), abs(high))
+        tiny, num_experts = torch.finfo(plan_NE.dtype).tiny, affinity_NE.shape[1]
+        self.lowest_logit = 0.5 * math.log(tiny) + math.log(num_experts)
+        """Lower bound of the logits. It keeps products of two entries of the plan from becoming
+        denormal: CPU arithmetic on denormals is a hundred times slower."""
+        self.factor_EE: Tensor | None = None
+        """Cholesky factor of the Laplacian that the last Newton step used."""
+        self.num_passes, self.formed_tau = 0, 0.0
+        self.formed_E = self.potential_E = torch.zeros_like(capacity_E, dtype=torch.float64)
+        """Potentials at the last computation of exponentials, and of the current plan."""
+
+    def solve(self, start_E: Tensor, tolerance: float) -> tuple[Tensor, float]:
+        """Write the plan to `plan_NE`; return its potential and relative error."""
+        potential_E, error = self.newton(start_E, self.tau, tolerance)
+        if error > max(tolerance, ROUNDING_ERROR):
+            potential_E, error = self.cool(tolerance)
+        if error > tolerance:
+            gradient_E = self.gradient(potential_E, self.tau)
+            error = float((gradient_E / self.capacity_E).abs().max())
+        return potential_E, error
+
+    def cool(self, tolerance: float) -> tuple[Tensor, float]:
+        """Run Newton at falling temperatures, from one that v = 0 solves; tau * v carries over."""
+        hot, factor = self.spread * FIRST_FACTOR, FIRST_FACTOR
+        solution_E = drift_E = torch.zeros_like(self.potential_E)
+        enough = STAGE_TOLERANCE / float(self.capacity_E.max())
+        while True:
+            tau = max(hot / factor, self.tau)
+            wanted = tolerance if tau == self.tau else enough
+            before, ratio = self.num_passes, hot / tau
+            # tau * v is nearly linear in tau.
+            start_E = solution_E * ratio + drift_E * (1.0 - ratio)
+            potential_E, error = self.newton(start_E, tau, wanted)
+            if tau == self.tau and error <= max(wanted, ROUNDING_ERROR):
+                return potential_E, error
+            if error <= wanted:
+                if bool(solution_E.any()):
+                    drift_E = (hot * solution_E - tau * potential_E) / (hot - tau)
+                hot, solution_E = tau, potential_E
+                bolder = factor**1.5 if self.num_passes - before <= 2 else factor
+                factor = min(bolder, LARGEST_FACTOR)
+            else:
+                factor = math.sqrt(factor)
+                if factor < SMALLEST_FACTOR or self.num_passes >= MAX_PASSES - 1:
+                    return potential_E * (tau / self.tau), math.inf
+
+    def newton(self, start_E: Tensor, tau: float, tolerance: float) -> tuple[Tensor, float]:
+        """Run damped Newton at one temperature; return the best potential and its relative error.
+
+        If the tolerance is reached, `plan_NE` is the plan of that potential.
+        """
+        accepted_E = best_E = start_E - start_E.mean()
+        direction_E = torch.zeros_like(accepted_E)
+        step = accepted_slope = accepted_norm = 0.0
+        best_error, stale = math.inf, 0
+        while stale < STALE_PASSES and self.num_passes < MAX_PASSES - 1:
+            trial_E = accepted_E + step * direction_E
+            gradient_E = self.gradient(trial_E, tau)
+            error, slope, norm = torch.stack([
+                (gradient_E / self.capacity_E).abs().max(),
+                gradient_E @ direction_E,
+                torch.linalg.vector_norm(gradient_E),
+            ]).tolist()  # fmt: skip
+            stale = 0 if error < 0.67 * best_error else stale + 1
+            if error < best_error:
+                best_E, best_error = trial_E, error
+            if error <= tolerance:
+                break
+            # The dual is concave: if it still rises at the trial, its value there is higher.
+            if slope >= 0 or norm < 0.9 * accepted_norm:
+                # With the old matrix, a step gains as much as the step before it: two such steps
+                # are cheaper than a new matrix.
+                if error * norm**2 > 0.5 * tolerance * accepted_norm**2:
+                    self.factor_EE = factored(self.plan_NE)
+                assert self.factor_EE is not None
+                move_E = solved(self.factor_EE, gradient_E)
+                largest = float(move_E.abs().max())
+                direction_E = move_E * (LARGEST_MOVE / max(LARGEST_MOVE, largest))
+                accepted_E, accepted_norm, step = trial_E, norm, 1.0
+                accepted_slope = float(gradient_E @ direction_E)
+            else:  # go to where the slope, taken as linear, vanishes
+                step *= min(max(accepted_slope / (accepted_slope - slope), 0.1), 0.7)
+        return best_E, best_error
+
+    def gradient(self, potential_E: Tensor, tau: float) -> Float[Tensor, " E"]:
+        """Form the plan of a potential in one pass; return how far its columns fall short."""
+        self.num_passes += 1
+        moved = float((potential_E - self.formed_E).abs().max())
+        is_near = self.formed_tau == tau and moved <= 2 * LARGEST_MOVE
+        # A small change only scales the columns, so the previous plan serves as the kernel.
+        scale_E = (potential_E - self.potential_E).exp().to(self.plan_NE.dtype)
+        if not is_near:
+            self.formed_tau, self.formed_E = tau, potential_E
+        self.potential_E = potential_E
+        widest = self.widest / tau + float(potential_E.abs().max())
+        sums_E = torch.zeros_like(potential_E)
+        for rows in row_blocks(self.plan_NE):
+            plan = self.plan_NE[rows]
+            if is_near:
+                plan *= scale_E
+            else:
+                self._form(plan, self.affinity_NE[rows], widest)
+            plan *= plan.sum(dim=-1, keepdim=True).reciprocal_()
+            sums_E += plan.sum(dim=0)
+        return self.capacity_E - sums_E
+
+    def _form(self, plan: Tensor, affinity: Tensor, widest: float) -> None:
+        """Write exp(A / tau + v), times a constant per row, into a block of the plan."""
+        dtype = torch.float64 if widest > WIDE_LOGITS else plan.dtype
+        logits = plan if plan.dtype == dtype else plan.to(dtype)
+        potential_E = self.formed_E.to(dtype)
+        torch.add(potential_E, affinity.to(dtype), alpha=1.0 / self.formed_tau, out=logits)
+        if widest > NARROW_LOGITS:
+            logits -= logits.amax(dim=-1, keepdim=True)
+            logits.clamp_min_(self.lowest_logit)
+        logits.exp_()
+        if logits is not plan:
+            plan.copy_(logits)
+
+
+def row_blocks(plan_NE: Float[Tensor, "N E"]) -> list[slice]:
+    """Consecutive blocks of rows of a plan, each small enough for several operations in cache.
+
+    On the CPU a temporary as large as a plan costs more in page faults than the arithmetic on it.
+    """
+    num_neurons, num_experts = plan_NE.shape
+    if plan_NE.device.type != "cpu":
+        return [slice(0, num_neurons)]
+    rows = max(1, CACHED_ELEMENTS * torch.get_num_threads() // num_experts)
+    return [slice(first, first + rows) for first in range(0, num_neurons, rows)]
+
+
+def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
+    """Cholesky factor of the negative Hessian of the semi-dual, diag(M^T 1) - M^T M, in float64.
+
+    Rows of the plan sum to 1, so this is the Laplacian of the graph whose edge e-f weighs
+    (M^T M)_ef: its diagonal is computed as the sum of the edges. Subtracting M^T M from diag(M^T 1)
+    instead cancels every digit once the plan is nearly 0/1.
+
+    Its kernel, the constant vectors, is pinned. Scaled by column sums, it is damped by the plan's
+    rounding error, which is raised by factors of 100 until the matrix is positive definite.
+    """
+    # Autocast would run this product in bfloat16: with three digits Newton never converges.
+    with torch.autocast(device_type=plan_NE.device.type, enabled=False):
+        edges_EE = (plan_NE.mT @ plan_NE).double()
+    sums_E = edges_EE.sum(dim=0)
+    edges_EE.fill_diagonal_(0.0)
+    laplacian_EE = torch.diag(edges_EE.sum(dim=0)) - edges_EE
+    root_E = sums_E.clamp_min(1e-3 * sums_E.mean()).sqrt()
+    pin_E = torch.nn.functional.normalize(root_E, dim=0)
+    matrix_EE = laplacian_EE / root_E / root_E.unsqueeze(-1) + torch.outer(pin_E, pin_E)
+    damping = torch.finfo(plan_NE.dtype).eps
+    while True:
+        damped_EE = matrix_EE + damping * torch.eye(len(root_E), device=root_E.device)
+        factor_EE, failed = torch.linalg.cholesky_ex(damped_EE)
+        # The matrix has eigenvalues in [0, 2]: a damping of 10 dominates any rounding.
+        if not bool(failed) or damping > 10:
+            scaled_EE: Tensor = root_E.unsqueeze(-1) * factor_EE
+            return scaled_EE
+        damping *= 100.0
+
+
+def solved(factor_EE: Float[Tensor, "E E"], right_E: Float[Tensor, " E"]) -> Float[Tensor, " E"]:
+    """Solve Laplacian x = right for the x with mean zero; the mean of `right` is ignored."""
+    centred_E1 = (right_E - right_E.mean()).unsqueeze(-1)
+    solved_E = torch.cholesky_solve(centred_E1, factor_EE).squeeze(-1)
+    return solved_E - solved_E.mean()
+
+
+class _ImplicitPlan(torch.autograd.Function):
+    """`apply(A, M, tau, factors)`: the plans M [L, N, E] as differentiable functions of A.
+
+    Differentiating softmax rows and column constraints of eq:entropic_ot at the solution M, with
+    G = dL/dM, r = (M*G) 1 and c = (M*G)^T 1 (* is elementwise), gives
+
+        (diag(M^T 1) - M^T M) b = c - M^T r,    a = r - M b
+        dL/dA = (M*G - M*(a 1^T + 1 b^T)) / tau
+
+    `factors` holds for each layer `factored` of a plan near M, to save forming it again, or None.
+
+    Gradient:
+        First derivatives, exact up to the marginal error of the plan. Finite for every plan:
+        directions in which it is saturated beyond the rounding of its dtype are damped, and their
+        share of the gradient is below that rounding.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, affinity_LNE: Tensor, plan_LNE: Tensor, tau: float, factors: list[Any]
+    ) -> Tensor:
+        ctx.tau, ctx.factors = tau, factors
+        output_LNE = plan_LNE.detach()
+        ctx.save_for_backward(output_LNE)
+        return output_LNE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (plan_LNE,) = ctx.saved_tensors
+        flow_LNE = torch.empty_like(plan_LNE)
+        layers = zip(flow_LNE, plan_LNE, grad_outputs[0], ctx.factors, strict=True)
+        for flow, plan, grad, factor in layers:
+            _write_gradient(flow, plan, grad, ctx.tau, factor)
+        return flow_LNE, None, None, None
+
+
+def _write_gradient(
+    flow_NE: Tensor, plan_NE: Tensor, grad_NE: Tensor, tau: float, factor_EE: Tensor | None
+) -> None:
+    """Write dL/dA of one layer to `flow_NE`."""
+    net_E = torch.zeros(plan_NE.shape[1], dtype=torch.float64, device=plan_NE.device)
+    for rows in row_blocks(plan_NE):
+        plan, grad, flow = plan_NE[rows], grad_NE[rows], flow_NE[rows]
+        # M*(G - r) is formed at once because c - M^T r is a small difference of two large sums.
+        torch.sub(grad, (plan * grad).sum(dim=-1, keepdim=True), out=flow)
+        flow *= 1.0 / tau
+        flow *= plan
+        net_E += flow.sum(dim=0)
+    small = 64 * torch.finfo(plan_NE.dtype).eps * float(net_E.abs().max())
+    for _ in range(REFINEMENTS):
+        if factor_EE is None:
+            break
+        left_E = _balanced_columns(flow_NE, plan_NE, solved(factor_EE, net_E))
+        before, after = float(net_E.abs().max()), float(left_E.abs().max())
+        if after <= small:
+            return
+        net_E = left_E
+        if after >= 0.1 * before:
+            break
+    _balanced_columns(flow_NE, plan_NE, solved(factored(plan_NE), net_E))
+
+
+def _balanced_columns(flow_NE: Tensor, plan_NE: Tensor, potential_E: Tensor) -> Tensor:
+    """Subtract M*(1 b^T - (M b) 1^T) from a flow in place; return its column sums after that."""
+    left_E = torch.zeros_like(potential_E)
+    potential = potential_E.to(plan_NE.dtype)
+    with torch.autocast(device_type=plan_NE.device.type, enabled=False):
+        for rows in row_blocks(plan_NE):
+            plan, flow = plan_NE[rows], flow_NE[rows]
+            flow.addcmul_(plan, potential - (plan @ potential).unsqueeze(-1), value=-1.0)
+            left_E += flow.sum(dim=0)
+    return left_E

@@ -1,0 +1,332 @@
+"""Checkpoint folders: find one by name, download it if needed, check it, read its tensors."""
+
+import hashlib
+import os.path
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from dotmoe.common.errors import UserError, nearest, one_line
+from dotmoe.common.files import read_json
+from dotmoe.models.family import DenseModel, TensorPart
+
+EMBEDDED = "embedded"
+"""Name of the checkpoint that is part of the package."""
+GGUF = ".gguf"
+CHANGED = "weights.safetensors"
+"""File with the tensors that a repair has changed in one layer."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""One of these is in every folder with a tokenizer."""
+# Some repositories hold the weights twice, the second time as consolidated* or in a subfolder.
+_WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+_UNWANTED = ["consolidated*", "*/*[!a]"]  # additional_chat_templates/*.jinja ends in "a"
+_END_BYTES = 1 << 20
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Floating-point dtypes by their name in a safetensors header."""
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
+    """Local folder of a checkpoint, given as a folder, hub name, GGUF file or `embedded`.
+
+    A hub name may end in `@` and a branch, tag or commit. Missing files of a hub checkpoint are
+    downloaded, with `config_only` only config.json; without a network, those in the cache are used.
+    """
+    if source == EMBEDDED:
+        return Path(__file__).parent / "embedded"
+    # Methods of `Path` raise where there is no such user, or the name is too long for a file.
+    folder = Path(os.path.expanduser(source))
+    if os.path.isdir(folder):
+        return folder.resolve()
+    if os.path.isfile(folder):
+        if folder.suffix != GGUF:
+            raise UserError(f"{source} is a file. Name the folder with config.json, or a *{GGUF}.")
+        from dotmoe.models.from_gguf import gguf_checkpoint
+
+        return gguf_checkpoint(folder, config_only=config_only)
+    beside = folder.parent.iterdir() if os.path.isdir(folder.parent) else ()
+    meant = nearest(str(folder), map(str, beside))
+    if is_local(source):
+        raise UserError(f"{source} does not exist.{meant} Name a checkpoint folder.")
+    name, _, revision = source.partition("@")
+    wanted = ["config.json"] if config_only else _WANTED
+    try:
+        snapshot = snapshot_download(
+            name, revision=revision or None, allow_patterns=wanted, ignore_patterns=_UNWANTED
+        )
+    except GatedRepoError as error:
+        raise UserError(
+            f"{source} is gated on the hub. Accept its terms there, then run `hf auth login`."
+        ) from error
+    except Exception as error:  # its errors, and those of its transports, have no common base
+        if isinstance(error, LocalEntryNotFoundError) and (cached := _cached(name, revision)):
+            return cached
+        raise UserError(
+            f"{source} is no local folder and cannot be fetched from the hub ({one_line(error)}). "
+            f"Check the name and the network.{meant}"
+        ) from error
+    folder = Path(snapshot).resolve()
+    if not any(folder.glob("config.json" if config_only else "*.safetensors")):
+        raise UserError(_what_lacks(source, name, folder))
+    return folder
+
+
+def _cached(name: str, revision: str) -> Path | None:
+    """Folder of the hub's cache with a whole checkpoint, though the hub has more files of it."""
+    config = try_to_load_from_cache(name, "config.json", revision=revision or None)
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent.resolve()
+    with suppress(UserError):
+        require_checkpoint(folder)
+        return folder
+    return None
+
+
+def _what_lacks(source: str, name: str, folder: Path) -> str:
+    """One line on a hub checkpoint without config or safetensors: what it has, and what to do."""
+    try:
+        files = HfApi().list_repo_files(name, revision=folder.name)
+    except Exception as error:  # noqa: BLE001  (told in the message)
+        return (
+            f"{folder} in the hub's cache holds only a part of {source}, and the hub cannot be "
+            f"reached ({one_line(error)}). Repeat this with a network, or unset HF_HUB_OFFLINE."
+        )
+    if pickles := pickled(files):
+        return (
+            f"{source} holds weights only as {pickles}, and pickles are not read. Name the "
+            f"hub's own conversion if there is one, {name}@refs/pr/N, or load the model with "
+            "Transformers, then model.save_pretrained(FOLDER)."
+        )
+    if ggufs := [file for file in files if file.endswith(GGUF)]:
+        return f"{source} holds GGUF files. Download one, such as {ggufs[0]}, and name the file."
+    return f"{source} holds no model with config.json and *.safetensors. Name another."
+
+
+def is_local(source: str) -> bool:
+    """Whether `source` names something on this machine rather than on the hub."""
+    is_path = source.startswith((".", "/", "~")) or source.endswith(GGUF) or os.path.exists(source)
+    return is_path or source == EMBEDDED or not _HUB_NAME.fullmatch(source)
+
+
+def pickled(files: Iterable[str]) -> str | None:
+    """The first file of weights stored as pickles; not one with the state of a training."""
+    weights = re.compile(r"(.*/)?(pytorch_model|model|consolidated)\b.*\.(bin|pth?)")
+    return min(filter(weights.fullmatch, files), default=None)
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Map tensor names to safetensors files, from their headers; refuses incomplete files."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return dict.fromkeys(_tensor_names(single), single)
+    if not index.is_file():
+        if old := pickled(path.name for path in folder.iterdir()):
+            raise UserError(
+                f"{folder} holds weights only as {old}, and pickles are not read. Load "
+                "them with Transformers, then model.save_pretrained(folder)."
+            )
+        raise UserError(f"{folder} holds no {single.name} and no {index.name}. Fetch them.")
+    values = read_json(index)
+    shard_of = values.get("weight_map")
+    is_map = isinstance(shard_of, dict) and all(isinstance(each, str) for each in shard_of.values())
+    if not shard_of or not is_map:
+        raise UserError(f"{index} has no weight_map. Download it again.")
+    if not isinstance(values.get("metadata"), dict):
+        raise UserError(
+            f'{index} has no metadata, which Transformers requires. Add "metadata": {{}} to it.'
+        )
+    shards = {folder / shard for shard in shard_of.values()}
+    files = {name: shard for shard in sorted(shards) for name in _tensor_names(shard)}
+    for name, shard in shard_of.items():
+        if files.get(name) != folder / shard:
+            raise UserError(f"{name} is not in {folder / shard}, where {index.name} puts it.")
+    return files
+
+
+def _tensor_names(path: Path) -> list[str]:
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+def require_tokenizer(folder: Path) -> list[str]:
+    """Names of the tokenizer files in a folder; raises `UserError` if there are none."""
+    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not present:
+        raise UserError(f"{folder} holds no {' or '.join(TOKENIZER_FILES)}. Copy the tokenizer.")
+    return present
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Refuse a folder whose config, weights or tokenizer are missing or damaged."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no config.json. Name a model folder or a finished run.")
+    if not read_json(folder / "config.json").get("model_type"):
+        raise UserError(f"{folder / 'config.json'} names no model_type. Name a model folder.")
+    tensor_files(folder)
+    require_tokenizer(folder)
+
+
+def fingerprint(folder: Path) -> str:
+    """Cheap hash of a checkpoint: config, tokenizer, size and both ends of each weight file."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_END_BYTES))
+            file.seek(max(0, size - _END_BYTES))
+            digest.update(file.read(_END_BYTES))
+    return digest.hexdigest()
+
+
+class Tensors:
+    """The tensors of a safetensors checkpoint by name, read on demand.
+
+    In every family a tensor has its name in LLaMA's form and its own name; a tied matrix has both
+    its names; those of a base model get the prefix `model.`, as Transformers gives it when it
+    loads one. The last tensor read is cached, so consecutive slices of one matrix cost one read.
+    """
+
+    def __init__(
+        self, folder: Path, *, tied: bool, part_of: Callable[[str], TensorPart] = TensorPart
+    ) -> None:
+        """Read the headers, as `tensor_files` does; `part_of` maps names to stored tensors."""
+        self.folder = folder
+        self._part_of = part_of
+        files = tensor_files(folder)
+        prefix = "model." if EMBEDDING.removeprefix("model.") in files else ""
+        self._place = {
+            (name if name == HEAD else prefix + name): (path, name) for name, path in files.items()
+        }
+        self.changed = dict[str, Path]()
+        """Files of the tensors that a repair has replaced."""
+        self.names = set(self._place)
+        """Names of the tensors as stored, without aliases."""
+        stored = EMBEDDING if EMBEDDING in self.names else HEAD
+        self._alias = {EMBEDDING: stored, HEAD: stored} if tied else {}
+        self._last: tuple[str, Tensor] | None = None
+
+    @classmethod
+    def of(cls, dense: DenseModel) -> "Tensors":
+        """The tensors of a dense model's checkpoint; refuses one without its head."""
+        config, family, folder = dense.config, dense.family, dense.folder
+        tied = bool(config.tie_word_embeddings)
+        tensors = cls(folder, tied=tied, part_of=lambda name: family.stored(config, name))
+        for path in dense.changes.glob(f"*/{CHANGED}") if dense.changes else ():
+            tensors.changed |= dict.fromkeys(_tensor_names(path), path)
+        tensors._place |= {name: (path, name) for name, path in tensors.changed.items()}
+        if not tied and EMBEDDING in tensors.names and HEAD not in tensors.names:
+            raise UserError(
+                f"{folder} holds no {HEAD}: it is a base model, saved without the head. Load it "
+                "whole with AutoModelForCausalLM, then model.save_pretrained(folder)."
+            )
+        return tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the FFN weights, which are most of a checkpoint."""
+        return self.describe("model.layers.0.mlp.gate_proj.weight")[1]
+
+    def stored_name(self, name: str) -> str:
+        """Name of the stored tensor that contains `name`; raises `UserError` if it is missing."""
+        part = self._part_of(name).stored
+        stored = self._alias.get(part, part)
+        if stored not in self._place:
+            raise UserError(
+                f"{name} is missing from the safetensors files of {self.folder}. Fetch them again."
+            )
+        return stored
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a tensor, from the file's header alone."""
+        stored = self.stored_name(name)
+        path, key = self._place[stored]
+        with _opened(path) as file:
+            view = file.get_slice(key)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        if dtype not in DTYPES:
+            raise UserError(
+                f"{name} in {self.folder} is stored as {dtype}, but weights must be one of "
+                f"{', '.join(DTYPES)}. Choose a checkpoint that is not quantised."
+            )
+        rows = self._part_of(name).rows
+        return shape if rows is None else (rows[1] - rows[0], *shape[1:]), DTYPES[dtype]
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor to the CPU, in the dtype that it is stored in."""
+        stored, rows = self.stored_name(name), self._part_of(name).rows
+        if self._last is None or self._last[0] != stored:
+            self._last = None  # free the old tensor before the new one is read
+            path, key = self._place[stored]
+            with _opened(path) as file:
+                self._last = (stored, file.get_tensor(key))
+        whole = self._last[1]
+        return whole if rows is None else whole[slice(*rows)]
+
+    def read_all(self, stored: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Read tensors by their stored names, opening each file once; yields names and tensors."""
+        places = sorted((*self._place[name], name) for name in stored)
+        for path, group in groupby(places, key=lambda place: place[0]):
+            with _opened(path) as file:
+                for _, key, name in group:
+                    yield name, file.get_tensor(key)
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Read only some rows of a tensor that is stored under its own name or an alias."""
+        path, key = self._place[self.stored_name(name)]
+        with _opened(path) as file:
+            part: Tensor = file.get_slice(key)[rows]
+        return part
+
+    def forget(self) -> None:
+        """Drop the cached tensor."""
+        self._last = None
+
+    def require_shapes(self, model: nn.Module) -> None:
+        """Refuse a checkpoint if a model's parameter is missing, of another shape, or not tied."""
+        for name, parameter in model.named_parameters():
+            shape, _ = self.describe(name)
+            if shape != tuple(parameter.shape):
+                raise UserError(
+                    f"{name} has shape {shape} in {self.folder}, but its config.json requires "
+                    f"{tuple(parameter.shape)}. Fix the config."
+                )
+        # Transformers would run a head that is stored beside the embedding and differs from it.
+        if self._alias and {EMBEDDING, HEAD} <= self.names:
+            (_, one), (_, other) = self.read_all((EMBEDDING, HEAD))
+            if not torch.equal(one.to(other.dtype), other):
+                raise UserError(
+                    f"{HEAD} and {EMBEDDING} in {self.folder} differ, but its config.json ties "
+                    "them. Set tie_word_embeddings to false there."
+                )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file; anew for each tensor, because what is read of a mapped file counts as memory."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({one_line(error)}). Get it again.") from error
+    except SafetensorError as error:
+        with path.open("rb") as raw:
+            is_pointer = raw.read(40).startswith(b"version https://git-lfs")
+        cause = "a Git LFS pointer; git lfs pull gets the file" if is_pointer else one_line(error)
+        raise UserError(f"{path} is no valid safetensors file ({cause}). Get it again.") from error

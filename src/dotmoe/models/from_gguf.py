@@ -1,0 +1,207 @@
+"""GGUF files: reading one, and converting a dense model's to an ordinary checkpoint folder.
+
+The folder is cached by the file's path, size and modification time: commands without a run folder
+read models too, and several runs can share it. Later stages read it like any other checkpoint. When
+one is made, those of files that are gone or have changed are removed.
+"""
+
+import json
+import os
+from contextlib import redirect_stderr
+from hashlib import sha256
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from filelock import FileLock
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from dotmoe.common.errors import UserError, one_line, require_package
+from dotmoe.common.files import complete_folder, remove, require_free
+from dotmoe.common.progress import Progress
+from dotmoe.models.on_disk import quiet_transformers
+from dotmoe.models.tokenizer import from_parts
+
+try:
+    import gguf
+except ImportError as error:
+    raise UserError(
+        "the gguf package, which reads and writes GGUF files, is not installed. "
+        "Run pip install -e '.[gguf]' in the checkout."
+    ) from error
+
+SPLIT_AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"}
+"""Pre-tokenizers of llama.cpp that split text as Transformers does by default."""
+SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
+"""Pre-tokenizers of llama.cpp that also split digits, which Transformers' reader leaves out."""
+
+_ANOTHER = "Name the model's own checkpoint folder."
+
+
+class GgufFile:
+    """A GGUF file, mapped into memory."""
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        """Open a file; raises `UserError` if it is missing or no valid GGUF."""
+        if not path.is_file():
+            raise UserError(f"{path} does not exist. Name a .gguf file.")
+        try:
+            self.reader = gguf.GGUFReader(path, "r+" if writable else "r")
+        except Exception as error:
+            raise UserError(
+                f"{path} is no valid GGUF file ({one_line(error)}). Get it again."
+            ) from error
+        self.path = path
+        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        """Tensors by name; `data` is mapped as stored, so writes to it change a writable file."""
+        self.keys = {key for key in self.reader.fields if not key.startswith("GGUF.")}
+        self.arch = str(self.metadata("general.architecture"))
+
+    def metadata(self, key: str) -> Any:
+        """The value of a metadata key; None if it is missing."""
+        field = self.reader.fields.get(key)
+        return None if field is None else field.contents()
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Integer under the architecture's `key`, or `default`; `UserError` if there is neither."""
+        value = self.metadata(f"{self.arch}.{key}")
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"{self.path} is no decoder: it lacks {key}. Name a model's GGUF file.")
+        return int(value)
+
+    def tensor(self, name: str) -> Tensor:
+        """Values of a tensor, dequantised to float32."""
+        stored = self.tensors[name]
+        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
+def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
+    """Folder with a GGUF file's dense model, or with its config alone; the first call makes it.
+
+    Weights are dequantised, and stored in bfloat16 if that represents all of them exactly, else in
+    float32. Reading takes about twice the memory of the float32 weights. Raises `UserError` for a
+    file that Transformers cannot read completely.
+    """
+    require_package("accelerate", "gguf", f"{file}, a GGUF,")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
+    identity = _identity(file)
+    name = sha256(identity.encode()).hexdigest()
+    whole, config = cache / name, cache / f"{name}.config"
+    wanted = config if config_only else whole
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{name}.lock"):  # other ranks and processes wait, then find it
+        if wanted.is_dir():
+            return wanted
+        opened = GgufFile(file)
+        _remove_stale(cache)
+        (cache / f"{name}.source").write_text(identity, encoding="utf-8")
+        if not config.is_dir():
+            with complete_folder(config) as partial:
+                _config(opened).save_pretrained(partial)
+        if not config_only:
+            Progress().log(f"{file}: converted to {whole}, which later commands use")
+            entries = sum(int(each.n_elements) for each in opened.tensors.values())
+            require_free(cache, 4 * entries)
+            with complete_folder(whole) as partial, quiet_transformers():
+                _tokenizer(opened).save_pretrained(partial)
+                plain = AutoConfig.from_pretrained(config, local_files_only=True)
+                _weights(opened, plain).save_pretrained(partial)
+    return wanted
+
+
+def _identity(file: Path) -> str:
+    """Path, size and modification time of a file."""
+    stat = file.stat()
+    return f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _remove_stale(cache: Path) -> None:
+    """Remove what was made of files that are gone or have changed."""
+    for source in cache.glob("*.source"):
+        identity = source.read_text(encoding="utf-8")
+        file = Path(identity.rsplit(" ", 2)[0])
+        if not file.is_file() or _identity(file) != identity:
+            for path in cache.glob(f"{source.stem}*"):
+                remove(path)
+
+
+def _config(file: GgufFile) -> Any:
+    """The config as Transformers reads it; refuses a file that Transformers would misread."""
+    if (parts := file.metadata("split.count") or 1) > 1:
+        raise UserError(
+            f"{file.path} is one of {parts} parts of a model. Join them, with the first of them: "
+            "llama-gguf-split --merge FIRST.gguf WHOLE.gguf, and name that file."
+        )
+    if experts := file.size("expert_count", 0):
+        raise UserError(
+            f"{file.path} is a mixture of {experts} experts already. Name the dense model that it "
+            "was made from."
+        )
+    if "tokenizer.ggml.tokens" not in file.keys:
+        raise UserError(f"{file.path} holds no tokenizer. {_ANOTHER}")
+    is_scaled = file.metadata(f"{file.arch}.rope.scaling.type") not in (None, "none")
+    if is_scaled or any(name.startswith("rope_") for name in file.tensors):
+        raise UserError(
+            f"{file.path} has scaled rotary frequencies, which Transformers does not read from a "
+            f"GGUF. {_ANOTHER}"
+        )
+    config = _read(AutoConfig, file)
+    types = {tensor.tensor_type.name for tensor in file.tensors.values()}
+    # Dtype of the weights in the folder; a GGUF stores norms in float32 beside bfloat16 matrices.
+    is_narrow = "BF16" in types and types <= {"F32", "BF16"}
+    config.dtype = torch.bfloat16 if is_narrow else torch.float32
+    return config
+
+
+def _read(reader: Any, file: GgufFile, **options: Any) -> Any:
+    path = file.path
+    try:
+        with quiet_transformers(), redirect_stderr(StringIO()):  # a bar ignores verbosity
+            return reader.from_pretrained(path.parent, gguf_file=path.name, **options)
+    except Exception as error:
+        raise UserError(
+            f"Transformers cannot read {path} ({one_line(error)}). {_ANOTHER}"
+        ) from error
+
+
+def _weights(file: GgufFile, config: Any) -> Any:
+    options: dict[str, Any] = {"config": config, "dtype": torch.float32}
+    if can_keep_blocks := getattr(transformers, "GgufConfig", None):  # in later versions
+        options["quantization_config"] = can_keep_blocks(dequantize=True)
+    model, loaded = _read(AutoModelForCausalLM, file, output_loading_info=True, **options)
+    stored, own = len(file.tensors), len(list(model.parameters()))
+    lacking = sorted(loaded["missing_keys"]) + sorted(map(str, loaded["mismatched_keys"]))
+    if lacking or stored != own:
+        what = lacking[0] if lacking else f"{stored} tensors, but the model has {own}"
+        raise UserError(f"Transformers reads only part of {file.path} ({what}). {_ANOTHER}")
+    if all(torch.equal(each.bfloat16().float(), each) for each in model.parameters()):
+        model = model.bfloat16()
+    # The weights are plain now; Transformers refuses to save a model marked as quantised.
+    model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer, model.is_quantized = None, False
+    return model
+
+
+def _tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
+    """Transformers' tokenizer without the tokens it adds; splits text as the file specifies."""
+    read = _read(AutoTokenizer, file)
+    parts = json.loads(read.backend_tokenizer.to_str())
+    cut, rule = parts["pre_tokenizer"], file.metadata("tokenizer.ggml.pre") or "default"
+    # Transformers keeps the rule of GPT-2 for those that it does not know.
+    if file.metadata("tokenizer.ggml.model") == "gpt2" and cut["type"] == "ByteLevel":
+        if rule in SPLIT_DIGITS:
+            cuts = [{"type": "Digits", "individual_digits": True}, cut]
+            parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+        elif rule not in SPLIT_AS_GPT2:
+            raise UserError(
+                f"The tokenizer in {file.path} splits text by rule {rule!r}, which Transformers "
+                f"does not know. {_ANOTHER}"
+            )
+    num_tokens = len(file.metadata("tokenizer.ggml.tokens"))
+    return from_parts(parts, read, num_tokens)

@@ -1,0 +1,319 @@
+"""Stage load: a folder, GGUF file or hub name -> `DenseModel`, frozen, with every weight checked.
+
+Under torchrun FSDP2 may shard the weights: each rank holds its rows of every tensor. A decoder
+layer, or the embedding, is gathered only while it runs; the head only by a call of `full_tensor`.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dotmoe.common import distributed
+from dotmoe.common.errors import UserError, one_line
+from dotmoe.common.files import is_finite, read_json
+from dotmoe.common.options import HOW
+from dotmoe.models.checkpoint import (
+    Tensors,
+    checkpoint_folder,
+    is_local,
+    tensor_files,
+)
+from dotmoe.models.family import (
+    FAMILIES,
+    DenseModel,
+    compute_constants,
+    family_of,
+    meta_model,
+    num_parameters,
+)
+from dotmoe.models.on_disk import held_in_memory, on_disk, quiet_transformers
+from dotmoe.models.tokenizer import load_tokenizer
+from dotmoe.run.folder import at_revision
+
+Sharding = Literal["auto", "replicate", "shard"]
+LARGEST_SHARE = 0.5
+"""Share of a GPU's memory for replicated weights; activations and training need the rest."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadConfig:
+    """Device, dtype and sharding of the dense model in memory."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the weights in memory. auto: the checkpoint's own on a GPU, but bfloat16 to convert
+    a float16 one; float32 on a CPU, where 16-bit arithmetic is slow. The export's dtype is another
+    option."""
+    device: Annotated[str, HOW] = "auto"
+    """`cpu`, `cuda` or `cuda:N`. auto: the GPU if there is one, else the CPU."""
+    sharding: Annotated[Sharding, HOW] = "auto"
+    """Under torchrun: `replicate` gives every rank all weights, `shard` only its part (FSDP2).
+    auto: shard if the weights would take more than half of a GPU's memory."""
+
+
+def load_dense(source: str, config: LoadConfig) -> DenseModel:
+    """Load a dense checkpoint, frozen, with finite parameters only; every rank must call this.
+
+    `source` is a local folder, GGUF file, hub name, or `embedded` (the model in the package; name a
+    folder of that name as `./embedded`).
+
+    Raises:
+        UserError: Nothing usable has that name, the family cannot be converted (checked before any
+            weight is read or downloaded), files are missing or damaged, tensors are missing, not
+            finite or of another shape, or the tokenizer does not fit. On all ranks if on one.
+    """
+    _device_of(config)
+    return load_described(distributed.raise_on_all_ranks(lambda: describe_dense(source)), config)
+
+
+def _device_of(config: LoadConfig) -> torch.device:
+    device = distributed.resolved_device(config.device)
+    if device.index is not None and distributed.num_ranks() > 1:
+        raise UserError(
+            f"device is {config.device!r}, but under torchrun each rank takes a GPU of its own. "
+            "Choose cuda or auto."
+        )
+    return device
+
+
+def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
+    """`load_dense` of a model that is described already; every rank must call this."""
+    device = _device_of(config)
+    dtype, ranks = dtype_for(dense, config, device), distributed.mesh(device)
+
+    def read() -> DenseModel:
+        own = Tensors.of(dense).dtype if dtype == "auto" else dtype
+        num_bytes = own.itemsize * num_parameters(dense.model)
+        sharded = ranks is not None and is_sharded(config.sharding, num_bytes, device)
+        if ranks is not None and sharded:
+            model = load_sharded(dense, ranks, device, own)
+        else:
+            model = _whole(dense, dtype).to(device)
+        for name, parameter in model.named_parameters():
+            if not is_finite(distributed.local_part(parameter)):
+                raise UserError(
+                    f"{name} in {dense.folder} contains NaN or infinity (as {parameter.dtype}). "
+                    "Repair it, or load it with --dtype float32."
+                )
+        return replace(dense, model=model, weights="shards" if sharded else "memory")
+
+    return distributed.raise_on_all_ranks(read)
+
+
+def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
+    """The model with all weights in this rank's memory; loads them unless they are there."""
+    if dense.weights == "memory":
+        return dense
+    device = distributed.resolved_device(config.device)
+    model = _whole(dense, dtype_for(dense, config, device))
+    return replace(dense, model=model.to(device), weights="memory")
+
+
+def _whole(dense: DenseModel, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
+    """The weights of a described model on the CPU, with those that a repair has changed."""
+    model, tensors = load_weights(dense.folder, dtype), Tensors.of(dense)
+    for name, tensor in tensors.read_all(tensors.changed):
+        model.get_parameter(name).data.copy_(tensor)
+    return model
+
+
+def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:
+    """Make a model runnable while its weights stay in its folder; see `on_disk`."""
+    device = distributed.resolved_device(config.device)
+    return on_disk(dense, device, dtype_for(dense, config, device))
+
+
+def dtype_for(
+    dense: DenseModel, config: LoadConfig, device: torch.device
+) -> torch.dtype | Literal["auto"]:
+    """The dtype in which a model is converted; not float16 unless it is asked for.
+
+    Gradients underflow in float16. bfloat16 has the range of float32.
+    """
+    dtype = resolved_dtype(config.dtype, device)
+    if dtype == "auto" and Tensors.of(dense).dtype == torch.float16:
+        return torch.bfloat16
+    return dtype
+
+
+def describe_dense(source: str) -> DenseModel:
+    """Describe a dense checkpoint, without weights (meta device); raises as `load_dense` does."""
+    config, folder = dense_config(source)
+    revision = None if is_local(source) else folder.name
+    # What is read later is of the same commit, whatever the hub's branch is by then.
+    source = at_revision(source, revision)
+    folder = checkpoint_folder(source)
+    tensor_files(folder)
+    dense = DenseModel(
+        model=meta_model(config),
+        weights="meta",
+        tokenizer=load_tokenizer(folder, config.vocab_size),
+        family=family_of(config),
+        folder=folder,
+        source=source,
+        revision=revision,
+    )
+    Tensors.of(dense)  # refuses one without a head
+    return dense
+
+
+def dense_config(source: str) -> tuple[Any, Path]:
+    """The config of a checkpoint, and the local folder that contains it."""
+    folder = checkpoint_folder(source, config_only=True)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no config.json. Name a Hugging Face checkpoint folder.")
+    plain = read_json(path)
+    model_type = str(plain.get("model_type", ""))
+    if model_type not in FAMILIES:  # Transformers may not know it either
+        family_of(SimpleNamespace(**plain | {"model_type": model_type}))
+    if plain.get("quantization_config"):
+        raise UserError(
+            f"{path} has a quantization_config, but the weights must be plain numbers to be split "
+            "exactly. Choose the unquantised checkpoint."
+        )
+    try:
+        config = config_of(folder)
+    except Exception as error:  # of any type: it depends on the invalid value
+        raise UserError(
+            f"{path} is no valid {model_type} config ({one_line(error)}). "
+            "Compare it with the original checkpoint's."
+        ) from error
+    family_of(config)
+    if config.pad_token_id != plain.get("pad_token_id", config.pad_token_id):
+        logger.warning(
+            "pad_token_id in %s is %s, beyond the %d rows of the embedding, and is ignored.",
+            *(path, plain["pad_token_id"], config.vocab_size),
+        )
+    return config, folder
+
+
+def config_of(folder: Path) -> Any:
+    """The config in a folder, with `pad_token_id` None if the embedding has no such row.
+
+    Transformers chooses the attention kernel, not the checkpoint, which may name one that is not
+    installed. It builds no model with a pad token beyond the embedding, and with -1, as LLaMA has
+    it, passes no gradient to the last row.
+    """
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config._attn_implementation = None
+    pad, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(rows, int) and not 0 <= pad < rows:
+        config.pad_token_id = None
+    return config
+
+
+def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
+    """Load a checkpoint with stock Transformers: on the CPU, frozen, no weight missing."""
+    try:
+        with quiet_transformers():
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config_of(folder),
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                # Reported below; Transformers' own error does not say which tensor it is.
+                ignore_mismatched_sizes=True,
+            )
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} cannot be loaded ({one_line(error)}).") from error
+    missing, mismatched = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
+    if missing:
+        raise UserError(
+            f"{missing[0]} is not in the checkpoint {folder} ({len(missing)} missing in all), so "
+            "it would be random. Download the checkpoint again or fix its config.json."
+        )
+    if mismatched:
+        name, stored, expected = mismatched[0]
+        raise UserError(
+            f"{name} has shape {tuple(stored)} in {folder}, but its config.json requires "
+            f"{tuple(expected)} ({len(mismatched)} such tensors). Fix the config."
+        )
+    if extra := sorted(loaded["unexpected_keys"]):
+        logger.warning("%d tensors of %s are not used, such as %s", len(extra), folder, extra[0])
+    frozen: nn.Module = model.requires_grad_(False).eval()
+    return frozen
+
+
+def resolved_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto"]:
+    """The dtype that `LoadConfig.dtype` means on a device; `auto` is the checkpoint's own."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool:
+    """Whether weights of `num_bytes` are sharded when there are several ranks."""
+    if sharding != "auto" or device.type != "cuda":
+        return sharding == "shard"
+    return num_bytes > LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def load_sharded(
+    dense: DenseModel, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """Load a described model in shards; each rank reads its own rows, tensor by tensor."""
+    family, model, tensors = dense.family, meta_model(dense.config, dtype), Tensors.of(dense)
+    tensors.require_shapes(model)
+    trunk, head = family.trunk(model), family.head(model)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    matrix = head.weight
+    is_tied = matrix is embedding.weight
+    for part in (*family.layers(model), embedding, trunk):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    trunk.to_empty(device=device)
+    compute_constants(model, device)
+    head.weight = embedding.weight
+    if not is_tied:
+        shard = distribute_tensor(matrix, mesh, [Shard(0)])  # on the meta device: nothing is sent
+        head.weight = nn.Parameter(torch.empty_like(shard, device=device), requires_grad=False)
+    for name, parameter in model.named_parameters():
+        fill_own_rows(parameter, tensors, name)
+    return model
+
+
+@contextmanager
+def whole_weights(dense: DenseModel, index: int) -> Iterator[None]:
+    """Within this context, all weights of a decoder layer are in memory, also after it has run.
+
+    A layer in shards is gathered, and every rank must enter; a layer on disk is read once. Raises a
+    `ValueError` if the model is only described.
+    """
+    dense.require("memory", "shards", "disk")
+    layer: Any = dense.family.layers(dense.model)[index]
+    if dense.weights == "disk":
+        with held_in_memory(layer):
+            yield
+        return
+    if dense.weights == "shards":
+        layer.set_reshard_after_forward(False)
+        layer.unshard()
+    try:
+        yield
+    finally:
+        if dense.weights == "shards":
+            layer.reshard()
+            layer.set_reshard_after_forward(True)
+
+
+@torch.no_grad()
+def fill_own_rows(parameter: Tensor, tensors: Tensors, name: str) -> None:
+    """Read this rank's rows of one tensor."""
+    rows = distributed.own_rows(parameter)
+    distributed.local_part(parameter).copy_(tensors.read_rows(name, rows))

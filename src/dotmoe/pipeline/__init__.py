@@ -1,0 +1,574 @@
+"""`convert`, `finetune` and `prune`: their stages in order, each recorded in the run folder.
+
+convert:   tokenise -> calibrate -> align -> extract (-> repair) -> export -> evaluate -> report
+finetune:  tokenise -> finetune or repair -> export -> evaluate -> report
+prune:     tokenise -> prune -> evaluate
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dotmoe.common.distributed import (
+    broadcast_from_rank_zero,
+    is_rank_zero,
+    process_group,
+    raise_on_all_ranks,
+    require_equal_shares,
+    require_one_process,
+    resolved_device,
+)
+from dotmoe.common.errors import UserError, require_package
+from dotmoe.common.files import read_json, write_json
+from dotmoe.common.options import checked, values_of
+from dotmoe.common.progress import Progress
+from dotmoe.export import export, require_exportable
+from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
+from dotmoe.measure.evaluate import perplexity
+from dotmoe.measure.report.page import html_report
+from dotmoe.method.align import Alignment, align
+from dotmoe.method.calibrate import calibrate
+from dotmoe.method.finetuning import LAYOUT, trained_model
+from dotmoe.method.finetuning import finetune as train
+from dotmoe.method.granularity import Granularity, count_parameters, splits_of
+from dotmoe.method.layout import AlignState, ExpertLayout, extract
+from dotmoe.method.masked import masked_by
+from dotmoe.method.objective import ObjectiveConfig
+from dotmoe.method.repair import METRICS, repair
+from dotmoe.models.checkpoint import fingerprint
+from dotmoe.models.family import DenseModel, num_parameters
+from dotmoe.models.load import describe_dense, left_on_disk, load_dense, load_here
+from dotmoe.models.on_disk import on_disk
+from dotmoe.rivals import baselines, pruning
+from dotmoe.rivals.baselines import Baseline
+from dotmoe.run.config import FinetuneRunConfig, PruneRunConfig, RunConfig
+from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import RESULTS, RunFolder, provenance
+from dotmoe.text.blocks import TokenBlocks
+from dotmoe.text.tokenise import (
+    OTHER,
+    Text,
+    require_sources,
+    samples_itself,
+    tokenise,
+    write_windows,
+)
+from dotmoe.training.folder import OnStep
+
+_STATE = "state.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """Result of `convert` or `finetune`: where the files are, and what was measured."""
+
+    folder: Path
+    """The run folder."""
+    export: Path
+    """The checkpoint, loadable by stock Transformers."""
+    report: Path
+    """HTML page on what the conversion lost and gained; `report.md` is the same without plots."""
+    results: dict[str, Any]
+    """Contents of `6_evaluate/results.json`; empty on ranks other than rank zero."""
+
+
+def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
+    """Convert a dense model; stages that are finished in the run folder are not run again.
+
+    Under torchrun every rank calls it, and all must see the same run folder. Only rank zero writes
+    and prints. After the extraction the other ranks return, and rank zero continues alone.
+
+    Raises:
+        UserError: The input is bad, or another process uses the run folder. After any exception a
+            new run folder is removed, unless there is a finished stage or progress to resume.
+    """
+    with ExitStack() as work:
+        with process_group(resolved_device(config.load.device)):
+            config = raise_on_all_ranks(lambda: checked(config).settled())
+            run = _Run(config, config, config.align, progress)
+            if run.start(work):
+                return run.conversion()
+            dense = load_dense(run.folder.model, config.load)
+            split = raise_on_all_ranks(lambda: split_of(config, dense))
+            to_repair = config.repairing.tokens(split, dense.config) if config.repair else 0
+            run.tokenise(dense, max(calibration_tokens(config, dense.widths.model), to_repair))
+            state = None
+            if config.method == "dot_moe" or config.align.steps:
+                state = _align(run, dense, split, _calibrate(run, dense, split))
+            extracted = _extract(run, dense, split, state)
+        if not run.is_rank_zero:
+            return run.conversion()
+        if dense.weights == "shards":  # on ranks that have returned
+            dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
+        layout, weights = extracted.layout, dense
+        metrics: dict[str, Any] = {"steps": 0 if state is None else state.step}
+        if config.repair:
+            metrics["repair"] = run.repair("repair", dense, layout)
+            weights = run.trained("repair", dense)
+        run.export(dense, weights, layout)
+        run.evaluate(dense, layout, lambda: metrics | _measure_unexported(run, dense, extracted))
+        return run.conversion()
+
+
+def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
+    """Train the model of a finished run, then export and measure the result.
+
+    Everything else is as for `convert`; rank zero continues alone after the training.
+
+    Raises:
+        UserError: As for `convert`; or RUN is not finished, or is itself the result of `finetune`.
+    """
+    with ExitStack() as work:
+        with process_group(resolved_device(config.load.device)):
+            config = raise_on_all_ranks(lambda: checked(config))
+            source, converted = raise_on_all_ranks(lambda: _source(config))
+            repairs, layout = config.finetune.train == "repair", source.layout
+            training = replace(config.finetune, steps=0) if repairs else config.finetune
+            run = _Run(config, converted, training, progress)
+            if run.start(work, source):
+                return run.conversion()
+            dense = raise_on_all_ranks(source.origin)
+            split = layout.granularity
+            raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
+            raise_on_all_ranks(lambda: _require_unedited(source))
+            tokens = config.repairing.tokens(split, dense.config) if repairs else 0
+            run.tokenise(dense, tokens, beside=source.text)
+            if repairs:
+                dense = left_on_disk(dense, config.load)
+                repaired = run.repair("finetune", dense, layout)
+                metrics = {"steps": 0, "tokens": repaired["tokens"], "repair": repaired}
+            else:
+                layout = _train(run, dense, source)
+                blocks = run.text.training
+                steps = training.schedule(blocks.num_blocks).steps
+                metrics = {"steps": steps, "tokens": steps * training.batch_size * blocks.seq_len}
+        if not run.is_rank_zero:
+            return run.conversion()
+        if source.has_own_weights and not config.eval_text and source.folder.has("evaluate"):
+            measured = read_json(source.folder.verified("evaluate") / RESULTS)
+            metrics["frozen"] = measured["frozen"]  # on the same text, before the repair
+        before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
+        earlier = {before: source.folder.stage("export")} if source.folder.has("export") else {}
+        dense = left_on_disk(dense, config.load)
+        run.export(dense, run.trained("finetune", dense), layout)
+        run.evaluate(dense, layout, lambda: metrics, earlier)
+        return run.conversion()
+
+
+def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str, Any]:
+    """Prune a dense model by a published method, write it as a checkpoint, and measure it.
+
+    Returns:
+        Contents of `6_evaluate/results.json`: perplexity of the `dense` and the `pruned` model,
+        `parameters` of the dense one, and `pruning`, which `dotmoe.rivals.pruning.prune` describes.
+
+    Raises:
+        UserError: As for `convert`; or the method does not fit the model.
+    """
+    config = checked(config)
+    run = _Run(config, config, config.align, progress)
+    with ExitStack() as work:
+        if not run.start(work):
+            dense = describe_dense(run.folder.model)
+            run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
+            metrics = _prune(run, dense)
+            run.write_results(lambda: _measure_pruned(run, dense, metrics))
+        return run.results()
+
+
+class _Run:
+    """A run in progress, with the stages that several commands share."""
+
+    text: Text
+    """Training and held-out text, set by `tokenise`."""
+    texts: dict[tuple[str, ...], TokenBlocks]
+    """Texts to measure perplexity on, by name: the held-out text, and `other_text` if given."""
+
+    def __init__(
+        self,
+        config: Any,
+        converted: RunConfig,
+        training: ObjectiveConfig,
+        progress: Progress | None,
+    ) -> None:
+        self.config = config
+        self.converted = converted
+        """Config of the conversion, which names the text sources."""
+        self.training = training
+        self.is_rank_zero = is_rank_zero()
+        self.progress = progress if progress and self.is_rank_zero else Progress(quiet=True)
+        self.folder = RunFolder(Path(config.out), self.progress.log)
+        self.stage = self.folder.run_stage
+
+    def start(self, work: ExitStack, source: FinishedRun | None = None) -> bool:
+        """Lock the run folder while `work` is open; returns whether the run is already finished.
+
+        `source` is the run to finetune, None if the run begins with a dense model.
+        """
+        config, folder = self.config, self.folder
+        last = "prune" if isinstance(config, PruneRunConfig) else "export"
+
+        def start() -> bool:
+            work.enter_context(folder.at_work(config))
+            is_done = folder.has(last, "evaluate")
+            if not is_done and not folder.has("data"):
+                texts = (*config.eval_text, *self.converted.other_text)
+                require_sources(self.converted.data, texts)
+            if source:
+                begun, inputs = source.folder.manifest, source.fingerprints
+                model, revision = begun["model"], begun.get("revision")
+            else:
+                dense = describe_dense(folder.model if folder.exists else config.model)
+                model, revision = config.model, dense.revision
+                inputs = {"model": fingerprint(dense.folder)}
+            if is_done:
+                folder.require_inputs(inputs)
+            else:
+                folder.begin(config, model, revision, inputs)
+            return is_done
+
+        if self.training.steps:
+            raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
+        return broadcast_from_rank_zero(start)
+
+    def tokenise(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> None:
+        """Run the tokenise stage; rank zero alone writes the training and the held-out text."""
+        config, data = self.config, self.converted.data
+
+        def write(folder: Path) -> None:
+            if other := self.converted.other_text:
+                path, tokens = folder / OTHER, config.eval_tokens
+                write_windows(other, data, dense, path, tokens, self.progress)
+            tokenise(
+                data,
+                self.converted.sample,
+                load_here(dense, config.load) if samples_itself(data) else dense,
+                folder,
+                blocks=max(1, self.training.steps * self.training.batch_size),
+                min_tokens=min_tokens,
+                eval_text=config.eval_text,
+                eval_tokens=config.eval_tokens,
+                progress=self.progress,
+                beside=beside,
+            )
+
+        def make(folder: Path) -> Text:
+            broadcast_from_rank_zero(lambda: write(folder))
+            return raise_on_all_ranks(lambda: Text.load(folder))
+
+        self.text = text = self.stage("data", Text.load, make)
+        self.texts = {text.heldout_name: text.heldout}
+        if other := self.converted.other_text:
+            self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
+
+    def state(
+        self, stage: str, device: torch.device, make: Callable[[Path], AlignState]
+    ) -> AlignState:
+        """Affinities and routers of a stage: loaded if it is finished, else made and saved."""
+        return self.stage(
+            stage,
+            lambda folder: AlignState.load(folder / _STATE, device),
+            make,
+            save=lambda state, folder: state.save(folder / _STATE),
+        )
+
+    @contextmanager
+    def training_bar(self, title: str) -> Iterator[OnStep]:
+        """Within this context, a bar shows training steps, tokens per second and active losses."""
+        losses = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
+        blocks = self.text.training
+        steps = self.training.schedule(blocks.num_blocks, self.progress.log).steps
+        with self.progress.bar(title, self.training.batch_size * blocks.seq_len) as update:
+            yield lambda step, metrics: update(
+                step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in losses)
+            )
+
+    def repair(self, stage: str, dense: DenseModel, layout: ExpertLayout) -> dict[str, Any]:
+        """Run a stage that repairs the dense weights under the layout's masks; its metrics."""
+
+        def make(folder: Path) -> dict[str, Any]:
+            blocks, how = self.text.training, self.config.repairing
+            with self.progress.bar("repair") as update:
+                return repair(dense, layout, blocks, how, folder=folder, on_progress=update)
+
+        return self.stage(stage, lambda folder: read_json(folder / METRICS), make)
+
+    def trained(self, stage: str, dense: DenseModel) -> DenseModel:
+        """The dense model with the weights that a stage wrote, left on disk."""
+        return left_on_disk(trained_model(dense, self.folder.stage(stage)), self.config.load)
+
+    def export(self, dense: DenseModel, weights: DenseModel, layout: ExpertLayout) -> None:
+        """Write and verify the export of `weights`: `dense`, or its repaired or finetuned form."""
+
+        def make(folder: Path) -> None:
+            tokens_BT, how = self.text.heldout.tokens_BT, self.config.export
+            with self.progress.bar("export") as update:
+                export(weights, layout, folder, how, tokens_BT, origin=dense, on_progress=update)
+
+        self.stage("export", require_checksums, make)
+
+    def evaluate(
+        self,
+        dense: DenseModel,
+        layout: ExpertLayout,
+        measure: Callable[[], dict[str, Any]],
+        earlier: dict[str, Path] | None = None,
+    ) -> None:
+        """Measure perplexity of the dense model, the export, and `earlier` exports by name.
+
+        The results also have what `measure` returns and what the export's record contains.
+        """
+        exported = self.folder.stage("export")
+
+        def measured() -> dict[str, Any]:
+            record = ExportRecord.load(exported)
+            results = self.perplexities(dense, {**(earlier or {}), "moe": exported})
+            note = f"Text: {perplexity.text_names(results['dense'])}."
+            table = replace(perplexity.perplexity_table(results), note=note)
+            write_model_card(exported, record, table)
+            return {
+                **results,
+                **measure(),
+                "granularity": asdict(layout.granularity),
+                "parameters": record.parameters,
+                "verification": record.verification_in_short(),
+            }
+
+        self.write_results(measured)
+
+    def write_results(self, measure: Callable[[], dict[str, Any]]) -> None:
+        """Run the evaluate stage: write what `measure` returns, with config and provenance."""
+
+        def make(folder: Path) -> None:
+            origin = {"origin": "measured", "config": values_of(self.config)}
+            origin["provenance"] = provenance(self.config.seed)
+            write_json(folder / RESULTS, measure() | origin)
+
+        self.stage("evaluate", lambda folder: None, make)
+
+    def results(self) -> dict[str, Any]:
+        """The results that the evaluate stage wrote."""
+        return read_json(self.folder.verified("evaluate") / RESULTS)
+
+    def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
+        """Perplexity of the dense model and of exports, by name."""
+        with self.progress.bar("evaluate", tokens=1) as update:
+            return perplexity.perplexities(dense, exports, self.texts, update)
+
+    def perplexity_within(
+        self, change: AbstractContextManager[None], name: str, dense: DenseModel
+    ) -> dict[str, Any]:
+        """Perplexity of a dense model in memory while the context `change` alters it."""
+        with self.progress.bar(f"evaluate {name}", tokens=1) as update, change:
+            return perplexity.heldout_perplexity(dense.model, dense.tokenizer, self.texts, update)
+
+    def conversion(self) -> Conversion:
+        """The result of the run; the report is made anew each time, from result files alone."""
+        path, exported = self.folder.path, self.folder.stage("export")
+        page, results = self.folder.stage("report") / "report.html", {}
+        if self.is_rank_zero:
+            results = self.results()
+            require_checksums(exported, read_weights=False)
+            page = html_report(path)
+        return Conversion(folder=path, export=exported, report=page, results=results)
+
+
+# --- checks and numbers that are needed before any stage ---------------------------------------
+
+
+def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
+    """The split of a conversion; refused if it does not suit the model, export or repair."""
+    split = baselines.granularity_of(config.method, _requested_split(config, dense))
+    require_exportable(dense, split, config.export)
+    if config.repair:
+        config.repairing.require(split)
+    return split
+
+
+def budget_of(config: RunConfig, dense: DenseModel) -> int:
+    """Active parameters per token of a conversion with these experts, without routers."""
+    return count_parameters(dense.config, dense.family, _requested_split(config, dense)).active
+
+
+def calibration_tokens(config: RunConfig, width: int) -> int:
+    """Number of tokens that calibration reads for a model of this width; 0 for a random start."""
+    at_random = config.method == "dot_moe" and config.calibrate.start == "random"
+    return 0 if at_random else config.calibrate.tokens(width)
+
+
+def _requested_split(config: RunConfig, dense: DenseModel) -> Granularity:
+    """The split that the config requests, before the method adapts it."""
+    return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
+
+
+def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
+    """The run to finetune, and its config with the text sources of the finetuning."""
+    repairs = config.finetune.train == "repair"
+    if config.finetune.train == "lora":
+        require_package("peft", "lora", "train lora")
+    if repairs:
+        require_one_process("a repair")
+    source = FinishedRun(Path(config.run))
+    if not isinstance(source.config, RunConfig):
+        raise UserError(
+            f"{config.run} is finetuned already. Name the dotmoe convert run it was made from."
+        )
+    if source.has_own_weights and repairs:
+        raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
+    if repairs:
+        config.repairing.require(source.layout.granularity)
+    elif source.layout.of_target("attention"):
+        raise UserError(
+            f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
+            "can be repaired but not trained further yet. Set --train repair."
+        )
+    data = replace(source.config.data, seq_len=config.data.seq_len)
+    return source, replace(source.config, data=config.data if config.data.data else data)
+
+
+def _require_unedited(source: FinishedRun) -> None:
+    """Refuse a run whose export has another k than its layout, which is what is finetuned."""
+    k, exported = source.layout.active_experts, source.folder.stage("export")
+    if source.folder.has("export") and (edited := ExportRecord.load(exported).active_experts) != k:
+        raise UserError(
+            f"{exported} was edited to run {edited} experts per token, but {k} would be finetuned. "
+            f"Convert with --active-experts {edited}, or edit it back to {k}."
+        )
+
+
+# --- stages of one command ---------------------------------------------------------------------
+
+
+def _calibrate(run: _Run, dense: DenseModel, split: Granularity) -> AlignState:
+    """Initial affinities and routers; for a method other than DOT-MoE from its own split."""
+    config = run.config
+
+    def make(folder: Path) -> AlignState:
+        if config.method != "dot_moe":
+            return baselines.state_of(_split_by_baseline(run, dense, split).layout, dense.device)
+        blocks, how, seed = run.text.training, config.calibrate, config.seed
+        with run.progress.bar(f"calibrate ({how.start})") as update:
+            return calibrate(dense, blocks, split, how, seed=seed, on_progress=update)
+
+    return run.state("calibrate", dense.device, make)
+
+
+def _align(run: _Run, dense: DenseModel, split: Granularity, start: AlignState) -> AlignState:
+    """Learned affinities and routers; those of the start if there are no steps."""
+    config = run.config
+
+    def make(folder: Path) -> AlignState:
+        if not config.align.steps:
+            return start
+        how, blocks = (config.align, config.assignment), run.text.training
+        task = Alignment(dense, blocks, start, split, *how, seed=config.seed)
+        with run.training_bar("align") as on_step:
+            return align(task, folder, config.training, on_step)
+
+    return run.state("align", dense.device, make)
+
+
+def _extract(
+    run: _Run, dense: DenseModel, split: Granularity, state: AlignState | None
+) -> Baseline:
+    """The layout: rounded from an aligned state, or made directly by a method without training."""
+
+    def make(folder: Path) -> Baseline:
+        if state is None:
+            return _split_by_baseline(run, dense, split)
+        return Baseline(layout=extract(state, split, run.config.assignment))
+
+    return run.stage("extract", Baseline.load, make, save=Baseline.save)
+
+
+def _split_by_baseline(run: _Run, dense: DenseModel, split: Granularity) -> Baseline:
+    """Experts and router of a method other than DOT-MoE."""
+    config = run.config
+    inputs = baselines.SplitInputs(
+        dense=dense,
+        tokens_BT=run.text.training.drawn(config.calibrate.tokens(dense.widths.model)),
+        granularity=split,
+        config=config.baseline,
+        calibrate=config.calibrate,
+        seed=config.seed,
+    )
+    with run.progress.bar(config.method) as update:
+        return baselines.baseline(config.method, inputs, on_progress=update)
+
+
+def _measure_unexported(run: _Run, dense: DenseModel, extracted: Baseline) -> dict[str, Any]:
+    """Perplexity before the repair, and with the method's own router if no export can hold it."""
+    results, layout = {}, extracted.layout
+    if run.config.repair:
+        frozen = masked_by(dense, layout)
+        results["frozen"] = run.perplexity_within(frozen, "before repair", dense)
+    if extracted.own and run.config.baseline.split_router == "own":
+        shares = list[Tensor]()
+        routed = baselines.routed_by_own(run.config.method, dense, extracted, shares)
+        own = run.perplexity_within(routed, "its own router", dense)
+        active = baselines.active_share(shares, len(layout.moe_layers))
+        results["moe_own_router"] = own | {"active": active}
+    return results
+
+
+def _train(run: _Run, dense: DenseModel, source: FinishedRun) -> ExpertLayout:
+    """Run the finetune stage on a finished run; returns its layout with the trained routers."""
+    config, start, origin = run.config, dense, None
+    if source.has_own_weights:
+        start, origin = raise_on_all_ranks(source.described), dense
+
+    def make(folder: Path) -> ExpertLayout:
+        with run.training_bar(f"finetune ({config.finetune.train})") as on_step:
+            return train(
+                start,
+                source.layout,
+                run.text.training,
+                config.finetune,
+                folder=folder,
+                seed=config.seed,
+                load=config.load,
+                origin=origin,
+                training=config.training,
+                on_step=on_step,
+            )
+
+    return run.stage("finetune", lambda folder: ExpertLayout.load(folder / LAYOUT), make)
+
+
+def _prune(run: _Run, dense: DenseModel) -> dict[str, Any]:
+    """Run the prune stage, which writes a checkpoint; returns the record of what was removed."""
+    config = run.config
+
+    def make(folder: Path) -> dict[str, Any]:
+        blocks, size, seed = run.text.training, config.align.batch_size, config.seed
+        with run.progress.bar(config.method) as update:
+            inputs = pruning.PruneInputs(
+                dense=load_dense(dense.source, config.load),
+                tokens_BT=blocks.drawn(config.calibrate.tokens(dense.widths.model)),
+                wanted=budget_of(config, dense),
+                batch=lambda step: blocks.batch(step, size, seed),
+                steps=config.align.steps,
+                seed=seed,
+                on_progress=update,
+                log=lambda line: run.progress.log(f"{config.method}: {line}"),
+            )
+            return pruning.prune(config.method, inputs, folder)
+
+    return run.stage("prune", lambda folder: read_json(folder / pruning.METRICS), make)
+
+
+def _measure_pruned(run: _Run, dense: DenseModel, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Perplexity of the dense and the pruned model: a checkpoint, or a change made in memory."""
+    folder, method = run.folder.stage("prune"), run.config.method
+    runnable, applied = left_on_disk(dense, run.config.load), pruning.PRUNING[method].applied
+    results = run.perplexities(runnable, {} if applied else {"pruned": folder / pruning.MODEL})
+    if applied:
+        change = applied(runnable, **load_file(folder / pruning.TENSORS))
+        results["pruned"] = run.perplexity_within(change, method, runnable)
+    return results | {"parameters": {"dense": num_parameters(dense.model)}, "pruning": metrics}

@@ -1,0 +1,580 @@
+"""Compare conversions of one model on the same text: by several methods, or with one setting swept.
+
+A comparison gives every method the same budget, data and seed; a sweep changes one setting of one
+method. Each run has its own run folder: an interrupted command resumes, and a command with more
+runs than before makes only the new ones.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import tyro
+
+from dotmoe.common.distributed import require_one_process, resolved_device
+from dotmoe.common.errors import UserError, one_line
+from dotmoe.common.files import write_json, write_text
+from dotmoe.common.options import above, at_least, at_most
+from dotmoe.common.progress import Progress
+from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown
+from dotmoe.measure.evaluate.perplexity import difference, error_over, nats_with_error
+from dotmoe.measure.report import plots
+from dotmoe.method.align import AlignConfig
+from dotmoe.method.calibrate import CalibrateConfig, Start
+from dotmoe.method.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
+from dotmoe.models.family import DenseModel, num_parameters
+from dotmoe.models.load import describe_dense
+from dotmoe.pipeline import budget_of, calibration_tokens, convert, finetune, prune, split_of
+from dotmoe.rivals.baselines import METHODS, MethodName
+from dotmoe.rivals.pruning import PRUNING, PruningName
+from dotmoe.run.config import PruneRunConfig, RunConfig, finetune_recipe
+from dotmoe.run.folder import RunFolder, provenance
+
+Row = dict[str, Any]
+Share = Annotated[float, above(0), at_most(1)]
+
+_OWN = "own, not exportable"
+
+MATCHED = 0.01
+"""Largest relative deviation of active parameters from the budget that is called matched."""
+
+_FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
+"""What ends one run of a comparison and not the others: no memory (on a GPU a `RuntimeError`), or
+a computation that fails, too. An interrupt or a full disk ends the command."""
+
+_SWEPT = {"experts": "E", "active": "aligned at", "start": "start"}
+"""Settings that can be swept, and their column headings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareConfig(RunConfig):
+    """Comparison of several methods on one model and one budget."""
+
+    command: ClassVar[str] = "compare"
+
+    methods: tuple[MethodName | PruningName | Literal["all"], ...] = ("dot_moe", *METHODS)
+    """Methods to compare. Each converts without training, once with its own router and once with a
+    ridge-regressed one (but `lte`, whose experts are those of `weight_clusters`). With
+    `router_steps` each is trained, too: `dot_moe` is aligned for as many steps, the others train
+    their router for as many on the same batches. Pruning methods give a dense model with as many
+    parameters as a conversion has active; those named 2_4 cannot choose how many. `all`: every
+    method of both kinds that fits the model. Default: all that convert."""
+    active_params: Share | None = None
+    """Share of the dense model's parameters to be active per token, above 0 and at most 1; sets the
+    k that comes nearest to it. Give only one of this, `active` and `active_experts`."""
+    mask_steps: Annotated[int, at_least(1)] = 300
+    """Training steps of `disp_llm`, on the same batches as an alignment."""
+    other_text: tuple[str, ...] = ()
+    """Files of another domain to measure every row on too, up to `eval_tokens` tokens."""
+    trained_only: bool = False
+    """Leave out untrained conversions: every method starts from the ridge-regressed router and is
+    trained for `router_steps` steps."""
+    finetune_steps: Annotated[int, at_least(0)] = 0
+    """Steps of finetuning all weights after every conversion, on the same batches for all, from the
+    repaired weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
+    finetune_recipe: Literal["sft", "small"] = "sft"
+    """Recipe of `dotmoe finetune` that gives all other settings of this finetuning."""
+    seeds: tuple[Annotated[int, at_least(0)], ...] = ()
+    """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
+    `seed` alone."""
+    method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepConfig(RunConfig):
+    """Sweep: one model, converted once for each value of one of the three `--over-` options."""
+
+    command: ClassVar[str] = "sweep"
+
+    over_experts: tuple[Annotated[int, at_least(2)], ...] = ()
+    """Granularities to try: numbers of experts per layer (E). The active share stays the same, so k
+    grows with E."""
+    over_active: tuple[Share, ...] = ()
+    """Active shares to try (k / E), in alignment and export. `dotmoe evaluate --curve` measures one
+    converted model at other k."""
+    over_start: tuple[Start, ...] = ()
+    """Starts of the alignment to try: `data`, `random`."""
+
+
+class Point(NamedTuple):
+    """One run of a comparison or a sweep: its method or swept value, and its config."""
+
+    value: int | float | str
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """Name of the subfolder of this run."""
+        return Path(self.config.out).name
+
+
+def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
+    """Make every run that is not finished yet, and write `compare.json` and `compare.md`.
+
+    If matplotlib is installed, `compare.svg` shows perplexity against active parameters. Raises a
+    `UserError` as `convert` does; or if there is no text to measure on, two budgets are given, one
+    cannot be met, or an option does not support heads. Runs that fail are listed in `left_out`.
+    """
+    for name in ("active_params", "finetune_steps"):
+        if config.experts.targets != "ffn" and (value := getattr(config, name)):
+            raise UserError(
+                f"{name} is {value:g}, which works with experts of neurons only, but targets is "
+                f"{config.experts.targets}. Leave one of the two out."
+            )
+    dense = describe_dense(config.model)
+    if config.active_params is not None:
+        config = _budgeted(config, config.active_params, dense, progress)
+    points, budget = points_of(config), budget_of(config, dense)
+    summary = _measure(config, points, dense, progress)
+    for row in summary["rows"][1:]:
+        row["over_budget"] = row["parameters"] / budget - 1
+    summary |= {"active_params": config.active_params, "other_text": list(config.other_text)}
+    plot = plots.draw_comparison(over_seeds(summary["rows"])) if plots.is_installed() else None
+    _write(config, summary, plot)
+    return summary
+
+
+def sweep(config: SweepConfig, progress: Progress) -> dict[str, Any]:
+    """Make every run that is not finished yet, and write `sweep.json` and `sweep.md`.
+
+    Returns the contents of `sweep.json`: `axis`, and `rows` with the dense model first. Raises a
+    `UserError` as `convert` does; or, before any run, if options contradict each other.
+    """
+    axis, points = swept(config)
+    summary = _measure(config, points, describe_dense(config.model), progress) | {"axis": axis}
+    _write(config, summary)
+    return summary
+
+
+def _budgeted(
+    config: CompareConfig, share: float, dense: DenseModel, progress: Progress
+) -> CompareConfig:
+    """The config with k set for an active share of the parameters."""
+    for name in ("active", "active_experts"):
+        if (value := getattr(config.experts, name)) is not None:
+            raise UserError(
+                f"active_params is {share:g} and {name} is {value:g}: two budgets. Give one of the "
+                f"two; --{name.replace('_', '-')} None unsets what a recipe sets."
+            )
+    split = resolve(replace(config.experts, shared=0.0), dense.widths.ffn)
+    active = nearest_active_experts(share, dense.config, dense.family, split)
+    config = replace(config, experts=replace(config.experts, active_experts=active))
+    met = budget_of(config, dense) / num_parameters(dense.model)
+    off = _budget(met / share - 1)
+    progress.log(
+        f"active_params {share:g}: {active} of {split.num_experts} experts give {met:.4f} ({off})"
+    )
+    return config
+
+
+def table(summary: dict[str, Any]) -> Table:
+    """The table of a comparison or a sweep, the seeds of a conversion merged into one row."""
+    rows, axis = over_seeds(summary["rows"]), summary.get("axis")
+    dense, *others = rows
+    best = min(others, key=lambda row: row["loss"], default=dense)
+    rows += [{"value": name, "failed": why} for name, why in summary.get("left_out", {}).items()]
+    columns: dict[str, Callable[[Row], str | None]] = {
+        _SWEPT[axis] if axis else "method": lambda row: (
+            percent(row["value"]) if isinstance(row["value"], float) else str(row["value"])
+        ),
+        "router": _cell("router"),
+        "trained": _cell("trained"),
+        "weights": _cell("weights"),
+        "k of E": lambda row: (
+            f"{row['active_experts']} of {row['num_experts']}"
+            if axis and "num_experts" in row
+            else None
+        ),
+        "active": _active,
+        "perplexity": _cell("perplexity", "{:.2f}".format),
+        "bits a byte": _cell("bits_per_byte", "{:.3f}".format),
+        "nats above dense": lambda row: _above(row, dense),
+        "above the best": lambda row: _above(row, best),
+        "other text": _cell("other_loss", lambda loss: f"{math.exp(loss):.2f}"),
+        "seeds": spread,
+        "active parameters": _cell("parameters", millions),
+        "stored": _cell("stored", millions),
+        "budget": _cell("over_budget", _budget),
+        "shared": lambda row: (
+            percent(row["shared_fraction"]) if row.get("shared_fraction") else None
+        ),
+        "tokens": _cell("text_tokens", "{:,}".format),
+        "seconds": _cell("seconds", "{:.0f}".format),
+        "failed": _cell("failed"),
+    }
+    for name in ("weights", "k of E", "other text", "seeds", "budget", "shared", "failed"):
+        if not any(map(columns[name], rows)):
+            del columns[name]
+    other = summary.get("other_text")
+    note = f"Other text, perplexity: {', '.join(other)}. " if other else ""
+    if "window_losses" in dense:  # not in records of an earlier version
+        note += "±: one standard error, over windows and seeds; inconclusive: within two."
+    return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
+
+
+def _cell(key: str, form: Callable[[Any], str] = str) -> Callable[[Row], str | None]:
+    """A function that formats the value of a key in a row; None if the row has none."""
+    return lambda row: None if row.get(key) is None else form(row[key])
+
+
+def _above(row: Row, other: Row) -> str | None:
+    """How far the loss of a row is above another's, with the error over paired windows and seeds.
+
+    None of the row itself, and of one that failed.
+    """
+    if "loss" not in row or row is other:
+        return None
+    change, stderr = difference(row, other)
+    if stderr is not None:
+        of_seeds = (error_over(each["losses"], [1] * len(each["losses"])) for each in (row, other))
+        stderr = math.hypot(stderr, *(error or 0.0 for error in of_seeds))
+    return nats_with_error(change, stderr, "+.3f")
+
+
+def _active(row: Row) -> str | None:
+    """The active share of the neurons, with its standard deviation over tokens if there is one."""
+    share = percent(row["active_fraction"]) if "active_fraction" in row else None
+    return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
+
+
+def _budget(over: float) -> str:
+    """Format how far active parameters are over the budget, `over` being a share of it."""
+    return "matched" if abs(over) <= MATCHED else f"{100 * over:+.0f} %"
+
+
+_AVERAGED = (
+    *("loss", "bits_per_byte", "other_loss", "loss_above_dense", "active_fraction", "active_std"),
+    *(
+        "stderr",
+        "loss_above_dense_stderr",
+        "shared_fraction",
+        "parameters",
+        "stored",
+        "over_budget",
+        "text_tokens",
+        "seconds",
+    ),
+)
+"""Numbers of a row that are averaged over seeds."""
+
+
+def over_seeds(rows: Iterable[Row]) -> list[Row]:
+    """Rows with the seeds of a run merged: means, and every seed's `losses` above dense.
+
+    The perplexity is that of the mean loss. Counts of parameters and tokens are rounded.
+    """
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        kind = (row["value"], row.get("router"), row.get("trained"), row.get("weights"))
+        groups.setdefault(kind, []).append(row)
+    merged = []
+    for alike in groups.values():
+        means: Row = {
+            n: fmean(row[n] for row in alike) for n in _AVERAGED if alike[0].get(n) is not None
+        }
+        means |= {n: round(means[n]) for n in ("parameters", "stored", "text_tokens") if n in means}
+        losses = [row["loss_above_dense"] for row in alike]
+        if all("window_losses" in row for row in alike):
+            windows = zip(*(row["window_losses"] for row in alike), strict=True)
+            means["window_losses"] = [fmean(each) for each in windows]
+        merged.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
+    return merged
+
+
+def spread(row: Row) -> str | None:
+    """Range of a row's loss above the dense model over its seeds; None for one seed."""
+    losses = row.get("losses", ())
+    return f"{min(losses):.3f} to {max(losses):.3f}" if losses[1:] else None
+
+
+def points_of(config: CompareConfig) -> list[Point]:
+    """The runs of a comparison, in the order of its table."""
+    plain, methods = _plain(config), config.methods
+    if not methods:
+        raise UserError("methods names none. Name at least one, or omit it for the default.")
+    if "all" in methods:
+        methods = ("dot_moe", *METHODS, *PRUNING)
+    points = {  # a dict: runs that have no seed come once
+        point: None
+        for method in methods
+        for seed in config.seeds or (config.seed,)
+        for point in _points_of(method, replace(plain, seed=seed), config)
+        if not config.trained_only or _trained(point.config)
+    }
+    if not points:
+        raise UserError(
+            f"trained_only is set, but router_steps is {config.baseline.router_steps} and methods "
+            f"are {', '.join(config.methods)}, so nothing is trained. Set router_steps, "
+            "or name other methods."
+        )
+    return list(points)
+
+
+def swept(config: SweepConfig) -> tuple[str, list[Point]]:
+    """The setting that a sweep changes, and the runs of the sweep."""
+    axes = [axis for axis in _SWEPT if getattr(config, f"over_{axis}")]
+    if len(axes) != 1:
+        options = ", ".join(f"--over-{axis}" for axis in _SWEPT)
+        raise UserError(
+            f"{len(axes)} settings are to be swept, but it must be 1. Give one of {options}."
+        )
+    if (targets := config.experts.targets) != "ffn":
+        raise UserError(f"targets is {targets}, but a sweep supports only ffn. Use dotmoe compare.")
+    (axis,), k = axes, config.experts.active_experts
+    if axis in ("experts", "active") and k is not None:
+        raise UserError(
+            f"active_experts is {k} for all, but k must change with over_{axis}. Give a share as "
+            "--active instead, or leave both out."
+        )
+    plain, points = _plain(config), list[Point]()
+    for value in dict.fromkeys(getattr(config, f"over_{axis}")):
+        name = f"{axis}-{value:g}" if isinstance(value, float) else f"{axis}-{value}"
+        run = replace(plain, out=str(Path(plain.out) / name))
+        if axis == "start":
+            run = replace(run, calibrate=replace(run.calibrate, start=value))
+        elif axis == "active":
+            run = replace(run, experts=replace(run.experts, active=value))
+        else:
+            run = replace(run, experts=replace(run.experts, experts=value, expert_size=None))
+        points.append(Point(value, run))
+    return axis, points
+
+
+def _plain(config: RunConfig) -> RunConfig:
+    """The options of a conversion in the config of a comparison or a sweep."""
+    if not config.eval_text:
+        raise UserError(
+            "eval_text names no text. All runs are compared on the same text, which no run trains "
+            "on: give --eval-text."
+        )
+    return RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
+
+
+def _fitting(
+    config: CompareConfig | SweepConfig, points: list[Point], dense: DenseModel, progress: Progress
+) -> Iterator[Point]:
+    """Yield the runs that fit the model; others are refused, or left out if methods is `all`."""
+    for point in points:
+        try:
+            if isinstance(point.config, PruneRunConfig):
+                device = resolved_device(point.config.load.device)
+                PRUNING[point.config.method].require(dense, device)
+            else:
+                split_of(point.config, dense)
+        except UserError as error:
+            if not (isinstance(config, CompareConfig) and "all" in config.methods):
+                raise
+            progress.log(f"{point.name} is left out: {error}")
+        else:
+            yield point
+
+
+def _measure(
+    config: CompareConfig | SweepConfig, points: list[Point], model: DenseModel, progress: Progress
+) -> dict[str, Any]:
+    """Make every run that is not finished yet; returns the record of a comparison or a sweep.
+
+    A run that fails is listed in `left_out` with the reason, and the others are made. Raises the
+    error if all fail, or if the first ones fail for the same reason.
+    """
+    require_one_process(f"dotmoe {config.command}")
+    rows, left_out = list[Row](), dict[str, str]()
+
+    @contextmanager
+    def unless_it_fails(name: str) -> Iterator[None]:
+        progress.log(f"{name}:")
+        try:
+            yield
+        except _FAILURES as error:
+            why = str(error) if isinstance(error, UserError) else one_line(repr(error))
+            is_common = why in left_out.values() and not rows
+            left_out[name] = why
+            progress.log(f"{name} failed: {why}")
+            if is_common or (name == names[-1] and not rows):
+                raise
+
+    runs = list(_fitting(config, points, model, progress))
+    names = [point.name for point in runs]
+    for point in runs:
+        with unless_it_fails(point.name):
+            if isinstance(point.config, PruneRunConfig):
+                results = prune(point.config, progress)
+            else:
+                results = convert(point.config, progress).results
+            dense = results["dense"]
+            if not rows:
+                whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
+                whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
+                rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
+            for row in _rows(point, results, model):
+                rows.append(row)
+                if isinstance(config, CompareConfig) and _is_finetuned(config, row):
+                    tuned = f"{row['run']}-finetuned"
+                    with unless_it_fails(tuned):
+                        rows.append(row | _finetune(config, row, tuned, progress))
+    return {
+        "origin": "measured",
+        "model": config.model,
+        "rows": rows,
+        "left_out": left_out,
+        **{name: dense[name] for name in ("text", "window", "protocol")},
+        "provenance": provenance(config.seed),
+    }
+
+
+def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: Any = None) -> None:
+    """Write `NAME.json`, table and protocol as `NAME.md`, a plot as `.svg`."""
+    path = Path(config.out) / config.command
+    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
+    write_json(path.with_suffix(".json"), summary)
+    write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
+    if plot is not None:
+        path.with_suffix(".svg").write_bytes(plots.as_svg(plot))
+
+
+def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
+    """Columns of a perplexity result, with its loss above the dense model's."""
+    names = ("perplexity", "loss", "stderr", "window_losses", "bits_per_byte", "tokens", "window")
+    row = {name: result[name] for name in names if name in result}  # older results lack some
+    if "other" in result:
+        row["other_loss"] = result["other"]["loss"]
+    change, stderr = difference(result, dense)
+    return row | {"loss_above_dense": change, "loss_above_dense_stderr": stderr}
+
+
+def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iterator[Point]:
+    """Yield the runs of one method with one seed; `plain` is the config that all methods share."""
+    suffix, out = f"-seed{plain.seed}" * bool(comparison.seeds), Path(plain.out)
+    if method in PRUNING:  # an option that it does not read must not change its identity
+        same = ("model", "data", "sample", "load", "eval_text", "other_text", "eval_tokens")
+        is_trained, align = PRUNING[method].is_trained, AlignConfig(steps=0)
+        if is_trained:
+            align = AlignConfig(steps=comparison.mask_steps, batch_size=plain.align.batch_size)
+        config = PruneRunConfig(
+            **{name: getattr(plain, name) for name in same},
+            out=str(out / (method + suffix * is_trained)),
+            method=method,
+            experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
+            calibrate=CalibrateConfig(calibration_tokens=plain.calibrate.calibration_tokens),
+            align=align,
+            seed=plain.seed * is_trained,
+        )
+        yield Point(method, config)
+        return
+    steps, options = plain.baseline.router_steps, replace(plain.baseline, router_steps=0)
+    plain = replace(plain, method=method, baseline=options)
+    if method == "dot_moe":
+        changes: dict[str, Any] = {"untrained": {"align": replace(plain.align, steps=0)}}
+        for variant, learns in (("router", False), ("trained", True)) if steps else ():
+            align = replace(plain.align, steps=steps, learn_assignment=learns)
+            changes[variant] = {"align": align}
+    else:
+        if not METHODS[method].has_shared_expert:
+            plain = replace(plain, experts=replace(plain.experts, shared=0.0))
+        own, ridge = (replace(options, split_router=router) for router in ("own", "ridge"))
+        changes = {"own": {"baseline": own}}
+        if METHODS[method].experts_of is None:  # else these are that method's rows
+            changes["ridge"] = {"baseline": ridge}
+        if steps and "ridge" in changes:
+            changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}
+    for variant, change in changes.items():
+        yield Point(method, replace(plain, out=str(out / f"{method}-{variant}{suffix}"), **change))
+
+
+def _trained(config: RunConfig) -> str | None:
+    """What a run trains, None if nothing."""
+    if isinstance(config, PruneRunConfig):
+        return "masks" if config.align.steps else None
+    if config.method != "dot_moe":
+        return "router" if config.baseline.router_steps else None
+    if not config.align.steps:
+        return None
+    return "router and experts" if config.align.learn_assignment else "router"
+
+
+def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[Row]:
+    """Yield the rows of a run: frozen, repaired, and with a router that no export can hold.
+
+    `text_tokens` is how many tokens the run was given; what a stage reads repeatedly counts once.
+    """
+    config, trained, dense = point.config, _trained(point.config), results["dense"]
+    if isinstance(config, PruneRunConfig):
+        row = {"run": point.name, "value": point.value, "trained": trained}
+        row |= results["pruning"] | _measured(results["pruned"], dense)
+        yield row | {"text_tokens": row["calibration_tokens"]}
+        return
+    exact, split = results.get("moe_own_router"), Granularity.of(results["granularity"])
+    router = "ridge" if config.method == "dot_moe" else config.baseline.split_router
+    folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
+    frozen = {
+        "run": point.name,
+        "value": point.value,
+        **asdict(split),
+        "active_fraction": split.active_fraction,
+        "shared_fraction": split.shared_size / split.units,
+        "parameters": results["parameters"]["active"],
+        "stored": results["parameters"]["stored"],
+        "steps": results["steps"],
+        "seed": config.seed,
+        "router": router if exact is None else "own, linear",
+        "trained": trained or "nothing",
+        "weights": "frozen",
+        "seconds": folder.seconds(*stages),
+        "text_tokens": text_tokens(config, results["steps"], model),
+        **_measured(results["frozen" if config.repair else "moe"], dense),
+    }
+    yield frozen
+    if config.repair:
+        repaired = {"weights": "repaired", "seconds": folder.seconds(*stages, "repair")}
+        repaired["text_tokens"] = frozen["text_tokens"] + results["repair"]["tokens"]
+        yield frozen | repaired | _measured(results["moe"], dense)
+    if exact is not None:
+        own = frozen | _measured(exact, dense) | {"router": _OWN}
+        yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
+
+
+def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
+    """Number of tokens that a conversion's calibration and `steps` of training were given."""
+    block = min(config.data.seq_len, model.widths.context)
+    return calibration_tokens(config, model.widths.model) + steps * config.align.batch_size * block
+
+
+def _is_finetuned(config: CompareConfig, row: Row) -> bool:
+    """Whether a comparison finetunes a row; only one whose weights and router are an export's."""
+    exported = "repaired" if config.repair else "frozen"
+    return config.finetune_steps > 0 and row.get("weights") == exported and row["router"] != _OWN
+
+
+def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) -> Row:
+    """The row of an export after finetuning, which runs unless it is already finished."""
+    settings, out = finetune_recipe(config.finetune_recipe), Path(config.out)
+    run = replace(
+        settings,
+        run=str(out / row["run"]),
+        out=str(out / name),
+        data=replace(settings.data, seq_len=config.data.seq_len),
+        finetune=replace(settings.finetune, steps=config.finetune_steps),
+        export=config.export,
+        training=config.training,
+        load=config.load,
+        seed=row["seed"],
+    )
+    results = finetune(run, progress).results
+    tuned: Row = {"run": name, "weights": "finetuned", "finetune_tokens": results["tokens"]}
+    tuned["text_tokens"] = row["text_tokens"] + results["tokens"]
+    tuned["seconds"] = row["seconds"] + (RunFolder(out / name).seconds("finetune") or 0.0)
+    return tuned | _measured(results["moe"], results["dense"])
+
+
+def _as_active(active: dict[str, Any], row: Row, dense: int) -> Row:
+    """Active share and parameters if the number of experts that run varies between tokens."""
+    share, rest = active["mean"], 1 - row["active_fraction"]
+    if active["std"] == 0 or rest == 0:
+        return {}
+    ffns = (dense - row["parameters"]) / rest
+    parameters = round(dense - (1 - share) * ffns)
+    return {"active_fraction": share, "active_std": active["std"], "parameters": parameters}

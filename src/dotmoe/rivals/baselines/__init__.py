@@ -1,0 +1,203 @@
+"""Baselines: published methods that give an `ExpertLayout` without training, at the same budget.
+
+Each file describes its method and how ours differs; `contract.py` defines the interface.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import save_tensors
+from dotmoe.common.progress import Update, no_update
+from dotmoe.method.calibrate import RidgeRouter, affinity_of, expert_sums, log_energy, unit_logits
+from dotmoe.method.granularity import Granularity, joined, parts_of
+from dotmoe.method.layout import ALWAYS_ON, AlignState, ExpertLayout
+from dotmoe.method.masked import gated
+from dotmoe.models.family import DenseModel
+from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
+from dotmoe.rivals.baselines.contract import BaselineConfig as BaselineConfig
+from dotmoe.rivals.baselines.contract import LayerSplit, Own
+from dotmoe.rivals.baselines.contract import SplitInputs as SplitInputs
+from dotmoe.rivals.baselines.controls import by_energy, dealt
+from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates, expert_weaver
+from dotmoe.rivals.baselines.llama_moe_v2 import llama_moe_v2
+from dotmoe.rivals.baselines.lte import above_threshold, lte
+from dotmoe.rivals.baselines.moefication import by_predictor, co_activation, weight_clusters
+
+
+class Method(NamedTuple):
+    """A published method that splits FFNs, or units of any kind."""
+
+    split: Callable[[SplitInputs], Iterator[LayerSplit]]
+    """Splits the layers of a model one after the other."""
+    has_shared_expert: bool = False
+    own: Own | None = None
+    """The method's own router, if no stock architecture can hold it."""
+    experts_of: str | None = None
+    """Method that makes the same experts: only the router is this one's own."""
+    of_any_units: bool = False
+    """Whether the method reads no weights, so that it can split query heads as well."""
+
+
+METHODS = {
+    "random_split": Method(partial(dealt, at_random=True), of_any_units=True),
+    "contiguous_split": Method(partial(dealt, at_random=False), of_any_units=True),
+    "by_energy": Method(by_energy),
+    "weight_clusters": Method(weight_clusters, own=by_predictor),
+    "co_activation": Method(co_activation, own=by_predictor),
+    "lte": Method(lte, own=above_threshold, experts_of="weight_clusters"),
+    "llama_moe_v2": Method(llama_moe_v2),
+    "llama_moe_v2_residual": Method(llama_moe_v2, has_shared_expert=True),
+    "expert_weaver": Method(expert_weaver, own=by_shared_and_gates),
+    "cmoe": Method(cmoe, has_shared_expert=True, own=by_representatives),
+}
+"""Methods to compare DOT-MoE with, by command-line name; a new one needs one line here."""
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[("dot_moe", *METHODS)]
+
+_LAYOUT, _OWN = "layout.safetensors", "own_router.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """The result of a method: its layout, and the tensors of its own router if there is one."""
+
+    layout: ExpertLayout
+    own: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of the method's own router, [L, ...], if no export can hold it: see `Method.own`."""
+
+    def save(self, folder: Path) -> None:
+        """Write `layout.safetensors`, and `own_router.safetensors` if there is such a router."""
+        self.layout.save(folder / _LAYOUT)
+        if self.own:
+            save_tensors(self.own, folder / _OWN)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Baseline":
+        """Inverse of `save`."""
+        own = load_file(folder / _OWN) if (folder / _OWN).exists() else {}
+        return cls(layout=ExpertLayout.load(folder / _LAYOUT), own=own)
+
+
+def granularity_of(method: str, split: Granularity) -> Granularity:
+    """The split that a method uses, with as many active neurons as `split`.
+
+    A method with a shared expert merges half of the k active experts into it, unless `split` has
+    one. Raises a `UserError` if the method does not support the split.
+
+    Example:
+        >>> granularity_of("cmoe", Granularity(num_experts=16, expert_size=8, active_experts=4))
+        Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16, ...)
+    """
+    if method == "dot_moe":
+        return split
+    chosen, active = METHODS[method], split.active_experts
+    if split.targets != "ffn" and not chosen.of_any_units:
+        able = [name for name in METHODS if METHODS[name].of_any_units]
+        raise UserError(
+            f"{method} splits only FFNs, but targets includes attention. Choose dot_moe or "
+            f"{', '.join(able)}."
+        )
+    if split.shared_size and not chosen.has_shared_expert:
+        able = [name for name in METHODS if METHODS[name].has_shared_expert]
+        raise UserError(
+            f"{method} does not use shared. Leave it out, or choose dot_moe, {' or '.join(able)}."
+        )
+    if split.shared_size or not chosen.has_shared_expert:
+        return split
+    if active < 2:
+        raise UserError(
+            f"active_experts is {active}, but {method} needs one shared and one routed "
+            "expert. Raise active_experts."
+        )
+    return split.with_shared(active // 2)
+
+
+@torch.no_grad()
+def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) -> Baseline:
+    """Convert by a method of `METHODS`: its experts, with its own router or a ridge regression.
+
+    `inputs.granularity` must come from `granularity_of`.
+    """
+    split = inputs.granularity
+    if split.beside:
+        parts = [replace(inputs, granularity=part) for part in parts_of(split)]
+        return Baseline(layout=joined(baseline(method, p, on_progress).layout for p in parts))
+    experts, routers, owns = [], [], []
+    for index, (layer, expert_N, router_ED, own) in enumerate(METHODS[method].split(inputs)):
+        if inputs.config.split_router == "ridge":  # fitted to the routed experts, as in DOT-MoE
+            energy_TN = layer.energy()
+            energy_TE = expert_sums(energy_TN, expert_N.to(energy_TN.device), split.num_experts)
+            router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
+        experts.append(expert_N.cpu())
+        routers.append(unit_logits(router_ED.float(), layer.x_TD).cpu())
+        owns.append({name: tensor.cpu() for name, tensor in own.items()})
+        on_progress(index + 1, inputs.dense.widths.layers)
+    expert_of_neuron_LN = torch.stack(experts)
+    expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
+    return Baseline(
+        layout=ExpertLayout(
+            expert_of_neuron_LN=expert_of_neuron_LN,
+            router_LED=torch.stack(routers),
+            active_experts=split.active_experts,
+            target=split.target,
+        ),
+        own={name: torch.stack([own[name] for own in owns]) for name in owns[0]},
+    )
+
+
+def routed_by_own(
+    method: str, dense: DenseModel, result: Baseline, shares: list[Tensor] | None = None
+) -> AbstractContextManager[None]:
+    """Within this context, `dense.model` is the layout's MoE, routed by the method's own router.
+
+    For measurements only: no stock architecture holds that router. Each call of a layer appends to
+    `shares` the share of the neurons that run for each token, [T]; see `active_share`.
+    """
+    layout, choose = result.layout, METHODS[method].own
+    split = layout.granularity
+    assert choose is not None
+
+    def gate(layer: int, x_TD: Tensor, hidden_TN: Tensor) -> Tensor:
+        own = {name: tensor[layer].to(x_TD.device) for name, tensor in result.own.items()}
+        runs_TE = choose(own, x_TD, hidden_TN, layout.active_experts)
+        if shares is not None:
+            neurons_T = runs_TE.sum(dim=1) * split.expert_size + split.shared_size
+            shares.append((neurons_T / layout.num_neurons).cpu())
+        return runs_TE
+
+    return gated(dense, {i: layout.expert_of_neuron_LN[i] for i in layout.moe_layers}, gate)
+
+
+def active_share(shares: list[Tensor], layers: int) -> dict[str, Any]:
+    """Mean share of neurons that run, overall and by layer, and the std of the tokens' means."""
+    share_LT = torch.stack([torch.cat(shares[layer::layers]) for layer in range(layers)])
+    mean, std = float(share_LT.mean()), float(share_LT.mean(dim=0).std())
+    return {"mean": mean, "std": std, "layers": share_LT.mean(dim=1).tolist()}
+
+
+def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
+    """State whose affinities every solver rounds to the layout's experts, and its routers."""
+    if layout.beside:
+        return joined(state_of(part, device) for part in parts_of(layout))
+    split = layout.granularity
+    expert_LN = layout.expert_of_neuron_LN % (split.num_experts + 1)
+    in_order = torch.arange(layout.num_neurons) // split.expert_size
+    expert_LN[: split.first_dense_layers] = in_order.clamp(max=split.num_experts)
+    return AlignState(
+        affinity_LNE=affinity_of(expert_LN, split.columns).to(device),
+        router_LED=layout.router_LED.to(device),
+        step=0,
+        target=split.target,
+    )

@@ -1,0 +1,141 @@
+"""DISP-LLM: learned masks on the stream features that attention and FFN read and write.
+
+The published method: each layer has five selections, of the features that attention reads and
+writes, of those that the FFN reads and writes, and of its neurons; the stream keeps its width, so
+selections need not agree. A network computes their logits from fixed random inputs: a bidirectional
+GRU, a norm, GELU, and one linear map per selection. A gate is sigmoid((logit + 3 + g) / 0.4) with
+Gumbel noise g; only the network is trained, by AdamW, on the next-token loss of the softly gated
+model plus 6 |ln(R / p)|: R is the share of the layers' weights that a second sample keeps, rounded
+with the gradient of the unrounded one, and p the wanted share. Here one threshold over all logits
+meets the budget in the end, instead of one more sample, and leaves no selection empty; neurons are
+gated once, not in both branches. All biases stay except those of attention's output. No stock
+config can describe such selections, so the checkpoint holds zeros.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dotmoe.method.masked import input_hooks, recomputing
+from dotmoe.models.family import DenseModel
+from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, linears_of, threshold
+
+_OPEN, _SOFTNESS, _BUDGET_WEIGHT = 3.0, 0.4, 6.0
+_LR, _WEIGHT_DECAY = 1e-3, 0.05
+
+
+class _Network(nn.Module):
+    """The network that computes the logits of every selection."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("start", torch.randn(len(widths), 32))
+        self.gru, self.norm = nn.GRU(32, 64, bidirectional=True), nn.LayerNorm(128)
+        self.heads = nn.ModuleList(nn.Linear(128, width, bias=False) for width in widths)
+
+    def forward(self) -> list[Tensor]:
+        hidden = F.gelu(self.norm(self.gru(self.start)[0]))
+        return [head(row) for head, row in zip(self.heads, hidden, strict=True)]
+
+
+def disp_llm(inputs: PruneInputs) -> Pruned:
+    """Learn the selections, and set to zero all weights outside them."""
+    dense, size = inputs.dense, inputs.dense.widths.model
+    widths = [size, size, size, dense.widths.ffn, size] * dense.widths.layers
+    if inputs.excess <= 0:
+        return Pruned(0, {"selected": widths})
+    whole = int(kept_parameters(dense, widths))
+    with torch.random.fork_rng():
+        torch.manual_seed(inputs.seed)
+        logits = _trained(inputs, _Network(widths).to(dense.device), whole)
+
+    def above(bound: float) -> list[Tensor]:
+        return [(each > bound) | (each == each.max()) for each in logits]
+
+    def removed(bound: float) -> int:
+        return whole - int(kept_parameters(dense, [mask.sum() for mask in above(bound)]))
+
+    bound = threshold(logits, removed, inputs.excess)
+    masks = above(bound)
+    for layer, reading, output, selected in _by_layer(dense, masks):
+        reads, writes, ffn_reads, neurons, ffn_writes = selected
+        gate, up, down = dense.family.ffn(layer)
+        for linear in reading:
+            linear.weight.mul_(reads)
+        for parameter in output.parameters():
+            parameter.mul_(writes[:, None] if parameter.dim() == 2 else writes)
+        for part in (gate, up):
+            part.weight.mul_(neurons[:, None] * ffn_reads)
+        down.weight.mul_(ffn_writes[:, None] * neurons)
+    return Pruned(removed(bound), {"selected": [int(mask.sum()) for mask in masks]})
+
+
+def kept_parameters(dense: DenseModel, selected: Sequence[Any]) -> Any:
+    """Number of layer weights that are kept, given how much each selection of each layer keeps."""
+    kept = 0
+    for _, reading, output, five in _by_layer(dense, selected):
+        reads, writes, ffn_reads, neurons, ffn_writes = five
+        attended = reads * sum(linear.out_features for linear in reading)
+        kept += attended + writes * output.in_features + neurons * (2 * ffn_reads + ffn_writes)
+    return kept
+
+
+@torch.enable_grad()
+def _trained(inputs: PruneInputs, network: nn.Module, whole: int) -> list[Tensor]:
+    """Logits of every selection, from the trained network."""
+    dense, model = inputs.dense, cast(Any, inputs.dense.model)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=_LR, weight_decay=_WEIGHT_DECAY)
+    wanted = math.log(max(1, whole - inputs.excess) / whole)
+    for step in range(inputs.steps):
+        tokens_BT, logits = inputs.batch(step).to(dense.device), network()
+        soft = [_gate(each) for each in logits]
+        kept = [(each.round() - each.detach() + each).sum() for each in soft]
+        excess = (kept_parameters(dense, kept) / whole).log() - wanted
+        optimizer.zero_grad()
+        with recomputing(dense), gated(dense, [_gate(each) for each in logits]):
+            loss = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+            (loss + _BUDGET_WEIGHT * excess.abs()).backward()
+        optimizer.step()
+        inputs.on_progress(step + 1, inputs.steps, f"loss {loss.item():.3f}")
+    return [each.detach() for each in network()]
+
+
+def _gate(logits: Tensor) -> Tensor:
+    noise = -(-torch.rand_like(logits).clamp_min(1e-20).log()).log()
+    return ((logits + _OPEN + noise) / _SOFTNESS).sigmoid()
+
+
+@contextmanager
+def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
+    """Within this context, the features of each selection are multiplied by its gates."""
+
+    def weigh(gate: Tensor, *called: Any) -> Tensor:
+        """Multiply a module's input (before it runs) or its output (after) by the gate."""
+        x: Tensor = called[-1]
+        return x * gate.to(x.dtype)
+
+    with ExitStack() as hooks:
+        for layer, reading, output, selected in _by_layer(dense, gates):
+            reads, writes, ffn_reads, neurons, ffn_writes = selected
+            ffn, down = layer.mlp, dense.family.ffn(layer).down
+            before = [(linear, reads) for linear in reading] + [(ffn, ffn_reads), (down, neurons)]
+            for module, gate in before:
+                hooks.enter_context(input_hooks({0: module}, partial(weigh, gate)))
+            for module, gate in ((output, writes), (ffn, ffn_writes)):
+                hooks.enter_context(module.register_forward_hook(partial(weigh, gate)))
+        yield
+
+
+def _by_layer(dense: DenseModel, selections: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield each layer, attention's input and output projections, and its five selections."""
+    for index, layer in enumerate(dense.family.layers(dense.model)):
+        attention: Any = layer.get_submodule("self_attn")
+        reading = [each for each in linears_of(attention) if each is not attention.o_proj]
+        # What attention reads and writes, what the FFN reads, its neurons, what it writes.
+        yield layer, reading, attention.o_proj, selections[5 * index : 5 * index + 5]

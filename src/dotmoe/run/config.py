@@ -1,0 +1,212 @@
+"""Configs of whole runs, made up of the configs of their stages; rules across stages; recipes."""
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Self, cast
+
+import tyro
+from tyro.conf import Positional
+
+from dotmoe.common.distributed import require_one_process
+from dotmoe.common.errors import UserError, nearest
+from dotmoe.common.options import HOW, at_least
+from dotmoe.export.format import ExportConfig
+from dotmoe.method.align import AlignConfig
+from dotmoe.method.calibrate import CalibrateConfig
+from dotmoe.method.finetuning import FinetuneConfig
+from dotmoe.method.granularity import ExpertsConfig
+from dotmoe.method.layout import AssignmentConfig
+from dotmoe.method.repair import RepairConfig
+from dotmoe.models.load import LoadConfig
+from dotmoe.rivals.baselines import BaselineConfig, MethodName
+from dotmoe.rivals.pruning import PruningName
+from dotmoe.text.sources import DataConfig
+from dotmoe.text.tokenise import SampleConfig
+from dotmoe.training.loop import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One conversion, from a dense checkpoint to an exported and measured MoE."""
+
+    command: ClassVar[str] = "convert"
+
+    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
+    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW]
+    """Folder to write: a run with its checkpoint in `5_export`; the runs of a compare or sweep."""
+    method: MethodName = "dot_moe"
+    """How neurons are assigned to experts: `dot_moe` learns it; the others are published methods
+    without training, on the same budget."""
+    baseline: BaselineConfig = field(default_factory=BaselineConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+    assignment: AssignmentConfig = field(default_factory=AssignmentConfig)
+    align: AlignConfig = field(default_factory=AlignConfig)
+    repair: bool = False
+    """After experts are chosen, fit each layer's output to the dense model's: refit W_down in
+    closed form, then train all projections of the FFN (`--repair-epochs`)."""
+    repairing: RepairConfig = field(default_factory=RepairConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    eval_text: tuple[str, ...] = ()
+    """Files to measure perplexity on. Default: blocks of the data kept out of training."""
+    other_text: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    """More files to measure perplexity on, as a text of its own."""
+    eval_tokens: Annotated[int, at_least(2)] = 65536
+    """Maximum number of tokens to measure perplexity on."""
+    seed: Annotated[int, at_least(0)] = 0
+    """Seed of initial values and data order. Same seed, machine and thread count: same result."""
+
+    def settled(self) -> Self:
+        """This config; for a method other than DOT-MoE, `align` is set as that method needs it.
+
+        Such a method trains its router for `router_steps`, keeps its experts, and runs on one rank.
+        """
+        if self.method == "dot_moe":
+            return self
+        require_one_process(f"method {self.method}")
+        steps = self.baseline.router_steps
+        return replace(self, align=replace(self.align, steps=steps, learn_assignment=False))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneRunConfig:
+    """One finetuning, from a finished conversion to an exported and measured MoE."""
+
+    command: ClassVar[str] = "finetune"
+
+    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN"), HOW]
+    """Folder of a finished `dotmoe convert`; it is not changed."""
+    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW]
+    """Run folder to write; the checkpoint will be in its `5_export`."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Text to train on. Default: the sources of RUN, read as RUN did."""
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    repairing: RepairConfig = field(default_factory=RepairConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    eval_text: tuple[str, ...] = ()
+    """Files to measure perplexity on. Default: the held-out text of RUN, so that results are
+    comparable. Training blocks that are part of it are left out."""
+    eval_tokens: Annotated[int, at_least(2)] = 65536
+    """Maximum number of tokens of `eval_text` to measure perplexity on."""
+    seed: Annotated[int, at_least(0)] = 0
+    """Seed of the data order and of the initial adapters."""
+
+    def check_together(self) -> None:
+        """Refuse options for reading a text if no text is named, and to train nothing."""
+        if self.finetune.train == "router" and self.finetune.router_rate == 0:
+            raise UserError("lr_router is 0, but train is router: nothing would learn. Raise it.")
+        if not self.data.data and self.data != DataConfig(seq_len=self.data.seq_len):
+            raise UserError(
+                "data names no source, so the text of RUN is read as RUN did, and only seq_len can "
+                "differ. Give data, or leave its other options out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneRunConfig(RunConfig):
+    """One pruned and measured dense checkpoint: a row of a comparison.
+
+    The budget is the number of active parameters of a conversion with `experts`. `calibrate` sets
+    how many tokens are read; `align` sets steps and batches if the method is trained.
+    """
+
+    command: ClassVar[str] = "compare"
+
+    method: PruningName
+
+
+AnyRunConfig = RunConfig | FinetuneRunConfig
+"""A config of a run that lives in a run folder."""
+
+
+PAPER = RunConfig(
+    model="",
+    out="",
+    data=DataConfig(data=("dolmino",)),
+    calibrate=CalibrateConfig(start="random"),
+    assignment=AssignmentConfig(solver="sinkhorn"),
+    align=AlignConfig(surrogate="softmax"),
+)
+"""The paper's settings exactly, on Dolmino-mix streamed from the hub unless `data` is given."""
+SMALL = RunConfig(
+    model="",
+    out="",
+    data=DataConfig(seq_len=256),
+    align=AlignConfig(steps=300, batch_size=4, lr=1e-2, lr_router=1e-2, max_epochs=100.0),
+)
+"""Alignment for a few million parameters: higher learning rates, small batches, no repair."""
+
+
+def _of_the_paper(model: str, active_experts: int) -> RunConfig:
+    experts = ExpertsConfig(expert_size=128, active_experts=active_experts)
+    return replace(PAPER, model=model, experts=experts)
+
+
+RECIPES: dict[str, dict[str, AnyRunConfig]] = {
+    "convert": {
+        # Start from data and repair, no alignment: lost least where both were measured, in minutes.
+        "default": RunConfig(model="", out="", align=AlignConfig(steps=0), repair=True),
+        "paper": PAPER,
+        # These have E = 86, 112, 148 and 148 experts per layer.
+        "llama2_7b": _of_the_paper("meta-llama/Llama-2-7b-hf", active_experts=22),
+        "llama3_8b": _of_the_paper("meta-llama/Meta-Llama-3-8B", active_experts=28),
+        "qwen25_7b": _of_the_paper("Qwen/Qwen2.5-7B", active_experts=37),
+        "qwen25_7b_half_active": _of_the_paper("Qwen/Qwen2.5-7B", active_experts=74),
+        # sec:attention_moe: 7 of 14 experts of two heads.
+        "qwen25_7b_attention": replace(
+            PAPER,
+            model="Qwen/Qwen2.5-7B",
+            experts=ExpertsConfig(targets="attention", heads_per_expert=2, active_attention=0.5),
+        ),
+        "small": SMALL,
+        # The bundled model on the local Python standard library, in minutes on two CPU cores.
+        "quickstart": replace(
+            SMALL,
+            model="embedded",
+            experts=ExpertsConfig(expert_size=16, active=0.25),
+            data=replace(SMALL.data, data=("python-stdlib",)),
+            eval_text=("python-stdlib-heldout",),
+        ),
+    },
+    "finetune": {
+        # tab:hyperparams_sft, 1.2B tokens.
+        "sft": FinetuneRunConfig(run="", out=""),
+        # Models of a few million parameters, in minutes on two CPU cores.
+        "small": FinetuneRunConfig(
+            run="",
+            out="",
+            data=DataConfig(seq_len=256),
+            finetune=FinetuneConfig(
+                steps=150, batch_size=4, lr=6e-4, lr_router=0.0, kl_weight=1.0, max_epochs=100.0
+            ),
+        ),
+    },
+}
+"""Recipes by command and name; the first recipe of a command is its default."""
+
+
+def recipe_of(command: str, name: str | None = None) -> AnyRunConfig:
+    """A recipe of a command, by default its first; `out` is empty, and mostly `model` or `run`."""
+    recipes = RECIPES[command]
+    name = name or next(iter(recipes))
+    if name not in recipes:
+        raise UserError(
+            f"--recipe {name} is unknown. Recipes: {', '.join(recipes)}.{nearest(name, recipes)}"
+        )
+    return recipes[name]
+
+
+def recipe(name: str = "default", **changes: Any) -> RunConfig:
+    """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`."""
+    return cast(RunConfig, replace(recipe_of("convert", name), **changes))
+
+
+def finetune_recipe(name: str = "sft", **changes: Any) -> FinetuneRunConfig:
+    """A named recipe with fields of `FinetuneRunConfig` replaced, such as `run` and `out`."""
+    return cast(FinetuneRunConfig, replace(recipe_of("finetune", name), **changes))

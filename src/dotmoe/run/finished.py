@@ -1,0 +1,70 @@
+"""Reads from a finished run what other commands need."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dotmoe.common.errors import UserError
+from dotmoe.method.finetuning import LAYOUT, MODEL, trained_model
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.models.checkpoint import fingerprint
+from dotmoe.models.family import DenseModel
+from dotmoe.models.load import describe_dense
+from dotmoe.run.config import AnyRunConfig, FinetuneRunConfig, RunConfig
+from dotmoe.run.folder import RunFolder
+from dotmoe.text.tokenise import HELDOUT_FILES, Text
+
+
+class FinishedRun:
+    """A run of `dotmoe convert` or `dotmoe finetune` with final experts; refuses any other."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = folder = RunFolder(path)
+        unknown: dict[str, Any] = {"command": "convert", "config": {}}
+        manifest = folder.manifest if folder.exists else unknown
+        is_finetuned = manifest["command"] == "finetune"
+        last = "repair" if manifest["config"].get("repair") else "extract"
+        self.made_by = "finetune" if is_finetuned else last
+        """The stage that made the experts."""
+        self.has_own_weights = self.made_by != "extract"
+        """Whether the run's weights differ from the original dense model's."""
+        if not folder.has(self.made_by):
+            raise UserError(
+                f"{path} is no run with a finished {self.made_by} stage. Give the OUT folder of "
+                "dotmoe convert or finetune, or finish that run by repeating its command."
+            )
+        folder.verified(self.made_by)
+        cls: type[AnyRunConfig] = FinetuneRunConfig if is_finetuned else RunConfig
+        self.config = folder.config(cls)
+        self.model = folder.model
+        """The original dense model of the run: folder, or hub name with its commit."""
+
+    @cached_property
+    def layout(self) -> ExpertLayout:
+        """The run's experts, routers and k."""
+        return ExpertLayout.load(self.folder.stage(self.made_by) / LAYOUT)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint of the original `model`, and SHA-256 of the `layout` file."""
+        manifest = self.folder.manifest
+        layout = manifest["stages"][self.made_by]["files"][LAYOUT]["sha256"]
+        return {"model": manifest["inputs"]["model"], "layout": layout}
+
+    @cached_property
+    def text(self) -> Text:
+        """The run's text; checksums of its held-out text are verified, of its training text not."""
+        return Text.load(self.folder.verified("data", *HELDOUT_FILES))
+
+    def described(self) -> DenseModel:
+        """Description of the dense checkpoint that has the experts' weights; see `origin`."""
+        stage = self.folder.stage(self.made_by)
+        if (stage / MODEL).is_dir():  # all weights are in the run's folder, with checksums there
+            return describe_dense(str(stage / MODEL))
+        return trained_model(self.origin(), stage) if self.has_own_weights else self.origin()
+
+    def origin(self) -> DenseModel:
+        """Description of the run's original dense checkpoint; refused if it has changed."""
+        dense, inputs = describe_dense(self.model), self.folder.manifest["inputs"]
+        self.folder.require_inputs(inputs | {"model": fingerprint(dense.folder)})
+        return dense

@@ -1,0 +1,336 @@
+"""The folder of a run: a subfolder for each stage, and `manifest.json`, which records progress.
+
+Resume, and every command that reads a run, trust the manifest alone. It contains command, config,
+fingerprints of the inputs, and for each finished stage the size and SHA-256 of its files. Writes
+of it are atomic, so the stages that it records are always the first ones, in order.
+`config.json` is a plain copy of the config, for `--config`.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from dotmoe import __version__
+from dotmoe.common.distributed import broadcast_from_rank_zero, raise_on_all_ranks
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import (
+    DamagedError,
+    checksums,
+    damage_in,
+    locked,
+    read_with_checksum,
+    remove,
+    sync,
+    with_checksum,
+    write_json,
+    write_text,
+)
+from dotmoe.common.options import COMMAND, differences, from_values, identity, values_of
+
+STAGES = {
+    "data": "0_data",
+    "calibrate": "1_calibrate",
+    "align": "2_align",
+    "extract": "3_extract",
+    "repair": "4_repair",
+    "finetune": "4_finetune",
+    "prune": "4_prune",
+    "export": "5_export",
+    "evaluate": "6_evaluate",
+    "report": "7_report",
+}
+"""Folder of each stage, in the order in which stages run."""
+
+RESULTS = "results.json"
+"""The file that the evaluate stage writes; others in its folder come from other commands."""
+
+_MANIFEST, _CONFIG, _LOCK, _CHECKPOINTS = "manifest.json", "config.json", ".lock", "checkpoints"
+_UNCHECKED = (_CHECKPOINTS, "tensorboard", "wandb")
+_PROGRESS = ("metrics.jsonl", *_UNCHECKED)
+"""Names that an unfinished stage resumes from, together with `*.parts`."""
+
+Config = TypeVar("Config")
+Result = TypeVar("Result")
+
+
+class RunFolder:
+    """A run on disk: its manifest, its lock and the folders of its stages."""
+
+    def __init__(self, path: Path, log: Callable[[str], None] = lambda text: None) -> None:
+        self.path = path
+        self._log = log
+        self._manifest: dict[str, Any] | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was started here."""
+        return (self.path / _MANIFEST).exists()
+
+    @property
+    def model(self) -> str:
+        """The dense model that the run started with; of a hub model, `org/name@commit`."""
+        return at_revision(self.manifest["model"], self.manifest.get("revision"))
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The contents: `command`, `model` (as the user named it), its `revision` (commit on the
+        hub, or null), `config`, `inputs` (fingerprints), `stages`.
+        """
+        if self._manifest is None:
+            try:
+                self._manifest = read_with_checksum(self.path / _MANIFEST)
+            except DamagedError as error:
+                raise UserError(
+                    f"{error}. It describes the run in {self.path}: restore it, or choose "
+                    "another folder."
+                ) from error
+        return self._manifest
+
+    def config(self, cls: type[Config]) -> Config:
+        """The config of the run; refused if another command made the run."""
+        return from_values(cls, self.manifest["config"], str(self.path / _MANIFEST))
+
+    def stage(self, name: str) -> Path:
+        """Folder of a stage; it need not exist."""
+        return self.path / STAGES[name]
+
+    def has(self, *names: str) -> bool:
+        """Whether these stages are finished and their results still exist."""
+        return self.exists and all(
+            name in self.manifest["stages"] and _is_filled(self._result_of(name)) for name in names
+        )
+
+    def verified(self, name: str, *only: str) -> Path:
+        """Folder of a finished stage; a `UserError` if its files, or `only` these, are damaged.
+
+        An export has checksums of its own, see `dotmoe.export.record.require_checksums`.
+        """
+        folder, recorded = self.stage(name), self.manifest["stages"][name]["files"]
+        damage = damage_in(folder, {file: recorded[file] for file in only or recorded})
+        if damage is not None:
+            raise UserError(
+                f"{damage}. Delete {self._result_of(name)} and repeat the dotmoe "
+                f"{self.manifest[COMMAND]} that made it."
+            )
+        return folder
+
+    def seconds(self, *names: str) -> float | None:
+        """Total seconds of the finished stages, without interrupted attempts; None if none is."""
+        stages = self.manifest["stages"]
+        times: list[float] = [stages[name]["seconds"] for name in names if name in stages]
+        return sum(times) if times else None
+
+    def alone(self) -> AbstractContextManager[None]:
+        """A lock against other processes; the system releases it however this process ends."""
+        return locked(
+            self.path / _LOCK,
+            f"{self.path} is in use by another dotmoe process. Wait for it, or choose "
+            "another folder.",
+        )
+
+    @contextmanager
+    def at_work(self, config: Any) -> Iterator[None]:
+        """Within this context, the folder is locked; after an error a new, empty run is removed."""
+        self._require_usable(config)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+            raise UserError(
+                f"{self.path} cannot be made ({error.strerror}). Choose another folder."
+            ) from error
+        with self.alone():
+            self._manifest = None  # another process may have changed it
+            self._require_usable(config)
+            is_new = not self.exists
+            try:
+                yield
+            except BaseException:
+                if is_new:
+                    self._remove_unless_progress()
+                raise
+
+    def begin(
+        self, config: Any, model: str, revision: str | None, inputs: Mapping[str, str]
+    ) -> None:
+        """Record the config and inputs of the run, or refuse inputs other than the recorded ones.
+
+        `model` is the user's name for the dense model, `revision` its commit on the hub; `inputs`
+        are the fingerprints of `model`, and of the `layout` if one is finetuned.
+        """
+        if self.exists:
+            self.require_inputs(inputs)
+        stages = self.manifest["stages"] if self.exists else {}
+        values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
+        about |= {"revision": revision}
+        self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
+        write_json(self.path / _CONFIG, values)
+
+    def require_inputs(self, inputs: Mapping[str, str]) -> None:
+        """Refuse a model or layout other than the one that the run was started with."""
+        recorded = self.manifest["inputs"]
+        if recorded["model"] != inputs["model"]:
+            raise UserError(
+                f"{self.path} was started with another model of that name: its files have changed "
+                "since. Restore them, or choose another folder."
+            )
+        if recorded.get("layout") != inputs.get("layout"):
+            raise UserError(
+                f"{self.path} was started from another run: the experts are not the same. Name "
+                "that run, or choose another folder."
+            )
+
+    def run_stage(
+        self,
+        name: str,
+        load: Callable[[Path], Result],
+        make: Callable[[Path], Result],
+        save: Callable[[Result, Path], None] = lambda result, folder: None,
+    ) -> Result:
+        """The result of a stage: loaded if the stage is finished, else made and recorded.
+
+        A finished stage whose folder is gone is made again, and so is everything after it. All
+        ranks call `make` together; the folder may hold checkpoints and partial files of a stopped
+        process. Only rank zero calls `save`, which writes what `make` has not written itself.
+        """
+        folder = self.stage(name)
+        if broadcast_from_rank_zero(lambda: self._is_ready(name)):
+            return raise_on_all_ranks(lambda: load(folder))
+        started = time.monotonic()
+        result = make(folder)
+
+        def record() -> None:
+            save(result, folder)
+            self._record(name, time.monotonic() - started)
+
+        broadcast_from_rank_zero(record)
+        return result
+
+    def _is_ready(self, name: str) -> bool:
+        """Whether a stage is finished; if not, prepares its folder and removes later results."""
+        if self.has(name):
+            self.verified(name)
+            return True
+        folder, stages = self.stage(name), self.manifest["stages"]
+        later = list(STAGES)[list(STAGES).index(name) :]
+        if name in stages:
+            self._log(f"{folder} is gone: it is made again, and so are all later stages")
+        kept = {stage: record for stage, record in stages.items() if stage not in later}
+        self._write({**self.manifest, "stages": kept})
+        for path in folder.glob("*"):
+            if name != "evaluate" and not _is_progress(path):
+                remove(path)
+        for stage in later[1:]:
+            remove(self._result_of(stage))
+        folder.mkdir(exist_ok=True)
+        return False
+
+    def _record(self, name: str, seconds: float) -> None:
+        folder, files = self.stage(name), [RESULTS] if name == "evaluate" else []
+        if name not in ("export", "evaluate"):
+            paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+            files = [path.as_posix() for path in paths if path.parts[0] not in _UNCHECKED]
+        for file in files:
+            sync(folder / file)
+        record = {
+            "seconds": round(seconds, 3),
+            "provenance": provenance(self.manifest["config"]["seed"]),
+            "files": checksums(folder, files),
+        }
+        self._write({**self.manifest, "stages": {**self.manifest["stages"], name: record}})
+        shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
+
+    def _require_usable(self, config: Any) -> None:
+        if self.exists:
+            if others := differences(identity(self.config(type(config))), identity(config)):
+                raise UserError(
+                    f"{self.path} holds a run with another config: {', '.join(others)}. Choose "
+                    f"another folder, repeat that run with --config {self.path / _CONFIG}, or "
+                    "delete the folder."
+                )
+            return
+        left_at_a_start = {_LOCK, f".{_MANIFEST}.partial"}
+        if self.path.is_file() or any(p.name not in left_at_a_start for p in self.path.glob("*")):
+            raise UserError(
+                f"{self.path} is in the way: it exists and is no dotmoe run. Choose another folder."
+            )
+
+    def _result_of(self, name: str) -> Path:
+        """Path of a stage's result: its folder, or for the evaluate stage one file in it."""
+        return self.stage(name) / RESULTS if name == "evaluate" else self.stage(name)
+
+    def _write(self, manifest: dict[str, Any]) -> None:
+        write_text(self.path / _MANIFEST, with_checksum(manifest))
+        self._manifest = manifest
+
+    def _remove_unless_progress(self) -> None:
+        """Remove what this process made, unless a stage is finished or has progress to resume."""
+        folders = [self.stage(name) for name in STAGES]
+        items = (item for folder in folders for item in folder.glob("*"))
+        if (self.exists and self.manifest["stages"]) or any(map(_is_progress, items)):
+            return
+        for path in (*folders, *(self.path / name for name in (_MANIFEST, _CONFIG, _LOCK))):
+            remove(path)
+        with suppress(OSError):
+            self.path.rmdir()
+
+
+def at_revision(source: str, revision: str | None) -> str:
+    """The name of a hub model at a commit, `org/name@commit`; `source` itself without a commit."""
+    return source if revision is None else f"{source.partition('@')[0]}@{revision}"
+
+
+def export_folder(path: Path) -> Path:
+    """The model folder for a path: of a run folder its export or pruned model, else the path."""
+    of_a_run = path / STAGES["export"], path / STAGES["prune"] / "model"
+    return next((folder for folder in of_a_run if _is_filled(folder)), path)
+
+
+def _is_filled(path: Path) -> bool:
+    return path.is_file() or any(path.glob("*"))
+
+
+def _is_progress(path: Path) -> bool:
+    """Whether a stage can resume from this file or folder."""
+    return path.name in _PROGRESS or path.suffix == ".parts"
+
+
+def provenance(seed: int) -> dict[str, Any]:
+    """Command, versions, commit, hardware, seed and time, to write beside a result."""
+    program = Path(sys.argv[0])
+    name = "dotmoe" if program.stem == "__main__" else program.name
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    packages = ("torch", "transformers", "safetensors", "datasets")
+    versions = {"python": platform.python_version(), "dotmoe": __version__}
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join([name, *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": versions | {name: version(name) for name in packages},
+        "hardware": gpu or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+    }
+
+
+@lru_cache
+def commit() -> str | None:
+    """Commit of dotmoe's source tree, with `+changes` if it is not clean; None outside git."""
+    root = Path(__file__).parents[3]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
+    try:
+        name = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return name.strip() if (root / ".git").exists() else None

@@ -1,0 +1,1 @@
+"""Text: sources, token blocks, and the tokenise stage."""

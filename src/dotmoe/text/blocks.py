@@ -1,0 +1,443 @@
+"""Documents -> tokens joined end to end -> `TokenBlocks`, from one source or a weighted mix.
+
+Every batch of blocks is a pure function of step, batch size and seed.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from itertools import groupby, islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import DamagedError, Values, read_json, write_json
+from dotmoe.common.progress import Update, no_update
+from dotmoe.text.sources import (
+    Continuation,
+    DataConfig,
+    Rendered,
+    StreamError,
+    cut,
+    local_files,
+    opened,
+    sources_of,
+)
+
+logger = logging.getLogger(__name__)
+
+RUN_TOKENS = 64
+"""Length, in tokens, of the runs of held-out text that no training block may contain."""
+
+Record = dict[str, Any]
+"""JSON record of a text, or of one of its sources."""
+
+_HEADER_BYTES, _BUFFER_BYTES = 512, 1 << 22
+_BLOCKS_AT_ONCE = 256
+_PIECES_AT_ONCE = 64  # tokenizers process a batch in parallel
+_BASE, _INVERSE = 0x9E3779B97F4A7C15 - (1 << 64), -0xE217C1E66C88CC3
+_KEEP_SECONDS = 10
+_WIKITEXT_HEADING = re.compile(r" = .+ = \n?")
+
+
+class TokenBlocks:
+    """Documents joined end to end and cut into blocks of equal length."""
+
+    def __init__(self, tokens_BT: Tensor) -> None:
+        """Wrap int32 token ids, [blocks, seq_len]."""
+        self.tokens_BT, self.num_tokens = tokens_BT, tokens_BT.numel()
+        self.num_blocks, self.seq_len = tokens_BT.shape
+
+    def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
+        """The blocks of one step for one rank: int64, [batch_size / ranks, seq_len].
+
+        Blocks come in seeded permutations, a new one for each epoch. The same arguments give the
+        same blocks, so a resumed run needs only the step number. `ranks` must divide `batch_size`;
+        the parts of all ranks, joined in order, are the batch of a run on one rank.
+        """
+        share = batch_size // ranks
+        first, rows = step * batch_size + rank * share, list[int]()
+        for position in range(first, first + share):
+            epoch, place = divmod(position, self.num_blocks)
+            rows.append(int(_permutation(self.num_blocks, seed, epoch)[place]))
+        return self.tokens_BT[rows].long()
+
+    def drawn(self, num_tokens: int) -> Tensor:
+        """Blocks at equal distances in the text, enough for `num_tokens`: int64, [B, seq_len]."""
+        rows = min(-(-num_tokens // self.seq_len), self.num_blocks)
+        return self.tokens_BT[torch.arange(rows) * self.num_blocks // rows].long()
+
+    def save(self, path: Path) -> None:
+        """Write as one safetensors file; see `block_writer`."""
+        with block_writer(path, self.seq_len) as writer:
+            writer.append(self.tokens_BT.flatten())
+
+    @classmethod
+    def load(cls, path: Path) -> "TokenBlocks":
+        """Map a file into memory; raises `UserError` if it is missing, damaged or another kind."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                return cls(file.get_tensor("tokens"))
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path} cannot be read as token blocks ({error}). Delete it to tokenise again."
+            ) from error
+
+
+@dataclass(slots=True)
+class BlockWriter:
+    """A file of blocks that is being written; see `block_writer`."""
+
+    file: IO[bytes]
+    state_file: Path
+    job: Values
+    state: Values
+    """What `keep` was given last, before this process began to write; empty at a start."""
+    num_tokens: int = 0
+    """Number of tokens appended so far; those after the last full block are dropped at the end."""
+    kept: float = field(default_factory=time.monotonic)
+
+    def append(self, tokens: Sequence[int] | Tensor) -> None:
+        """Append token ids to the file."""
+        self.num_tokens += len(tokens)
+        self.file.write(torch.as_tensor(tokens, dtype=torch.int32).numpy().data)
+
+    def keep(self, state: Mapping[str, Any], *, now: bool = True) -> None:
+        """Make what is appended survive the end of this process; unless `now`, every 10 s."""
+        if now or time.monotonic() - self.kept >= _KEEP_SECONDS:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            whole = {"job": self.job, "state": state, "tokens": self.num_tokens}
+            write_json(self.state_file, whole)
+            self.kept = time.monotonic()
+
+
+@contextmanager
+def block_writer(path: Path, seq_len: int, job: Values | None = None) -> Iterator[BlockWriter]:
+    """Within this context, append tokens to a safetensors file of blocks, in constant memory.
+
+    The write is atomic: the file is in the folder `PATH.parts` until the context ends without an
+    exception, and an older file of the final name is kept until then. What the writer was told to
+    `keep` stays after a kill, an interrupt and a `StreamError`, and a writer with the same `job`
+    goes on from there. Raises `UserError` if the disk is full, permission is missing, or the folder
+    does not exist.
+    """
+    parts = path.with_name(path.name + ".parts")
+    partial, state_file = parts / "tokens", parts / "state.json"
+    try:
+        parts.mkdir(exist_ok=True)
+        with partial.open("ab", buffering=_BUFFER_BYTES) as file:
+            writer = BlockWriter(file, state_file, json.loads(json.dumps(job)), {})
+            _go_on(writer)
+            yield writer
+        with partial.open("r+b") as file:  # the header, which states the length, is written last
+            num_blocks = writer.num_tokens // seq_len
+            end = 4 * num_blocks * seq_len
+            file.truncate(_HEADER_BYTES + end)
+            # A safetensors header is its length, then JSON that may be padded with blanks.
+            tokens = {"dtype": "I32", "shape": [num_blocks, seq_len], "data_offsets": [0, end]}
+            header, size = json.dumps({"tokens": tokens}).encode(), _HEADER_BYTES - 8
+            file.write(size.to_bytes(8, "little") + header.ljust(size))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        state_file.unlink(missing_ok=True)
+    except UserError as error:
+        if not isinstance(error, StreamError):  # the input will change
+            state_file.unlink(missing_ok=True)
+        raise
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}). Make room or choose another "
+            "folder."
+        ) from error
+    finally:
+        if not state_file.exists():
+            shutil.rmtree(parts, ignore_errors=True)
+
+
+def _go_on(writer: BlockWriter) -> None:
+    """Bring the writer to where one with the same job was told to `keep` its tokens."""
+    with suppress(DamagedError):
+        kept = read_json(writer.state_file)
+        size = _HEADER_BYTES + 4 * kept["tokens"]
+        if kept["job"] == writer.job is not None and writer.file.tell() >= size:
+            writer.file.truncate(size)
+            writer.state, writer.num_tokens = kept["state"], kept["tokens"]
+            return
+    writer.state_file.unlink(missing_ok=True)
+    writer.file.truncate(0)
+    writer.file.write(bytes(_HEADER_BYTES))
+
+
+def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
+    """Move the last `num_tokens` of a file, as whole blocks but at most half of all, to another.
+
+    Raises `UserError` if there is only one block, so none can be held out, or if the disk is full.
+    """
+    blocks = TokenBlocks.load(path)
+    if blocks.num_blocks < 2:
+        raise UserError(
+            f"the text gives 1 block of {blocks.seq_len} tokens, but at least one more is "
+            "needed as held-out text. Give more text, or lower seq_len."
+        )
+    head = blocks.num_blocks - min(-(-num_tokens // blocks.seq_len), blocks.num_blocks // 2)
+    TokenBlocks(blocks.tokens_BT[head:]).save(tail)
+    TokenBlocks(blocks.tokens_BT[:head]).save(path)
+
+
+def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path) -> int:
+    """Write the training blocks that share no run of tokens with the held-out text, in order.
+
+    The held-out text is cut into runs of `RUN_TOKENS` tokens, and each run is searched for at every
+    position of every training block, so a block with twice that many held-out tokens in a row is
+    always found. Memory does not grow with the training text.
+
+    Returns the number of blocks left out. Raises `UserError` if none remains, or the disk is full.
+    """
+    run, seen = _runs(training, heldout)
+    with block_writer(path, training.seq_len) as writer:
+        for rows in torch.split(training.tokens_BT, _BLOCKS_AT_ONCE):
+            writer.append(rows[~torch.isin(_hashes(rows, run), seen).any(dim=1)].flatten())
+        left_out = training.num_blocks - writer.num_tokens // training.seq_len
+        if left_out == training.num_blocks:
+            raise UserError(
+                f"all {left_out} blocks of training text are part of the held-out text that "
+                "results are measured on. Give other data, or another eval_text."
+            )
+    return left_out
+
+
+def overlap(training: TokenBlocks, heldout: TokenBlocks) -> float:
+    """Share of the held-out text's runs of `RUN_TOKENS` tokens that the training text contains."""
+    run, every = _runs(training, heldout)
+    seen, counts = torch.unique(every, return_counts=True)  # sorted
+    found = torch.zeros(len(seen), dtype=torch.bool)
+    text, step = training.tokens_BT.view(1, -1), _BLOCKS_AT_ONCE * training.seq_len
+    for start in range(0, training.num_tokens - run + 1, step):
+        hashes = _hashes(text[:, start : start + step + run - 1], run)
+        places = torch.searchsorted(seen, hashes).clamp_(max=len(seen) - 1)
+        found[places[seen[places] == hashes]] = True
+    return int(counts[found].sum()) / len(every)
+
+
+def _runs(training: TokenBlocks, heldout: TokenBlocks) -> tuple[int, Tensor]:
+    """Length of the runs that the two are compared by, and the hashes of the held-out text's."""
+    run = min(RUN_TOKENS, training.seq_len, heldout.seq_len)
+    parts = torch.split(heldout.tokens_BT, _BLOCKS_AT_ONCE)
+    return run, torch.cat([_hashes(rows, run)[:, ::run].flatten() for rows in parts])
+
+
+def _hashes(tokens_BT: Tensor, run: int) -> Tensor:
+    """Hash, modulo 2^64, of the `run` tokens that start at each position: [B, T - run + 1]."""
+    powers_T, inverse_T = (_powers(base, tokens_BT.shape[1]) for base in (_BASE, _INVERSE))
+    sums_BT = ((tokens_BT + 1) * powers_T).cumsum(1)
+    sums_BT[:, run:] -= sums_BT[:, :-run].clone()
+    return sums_BT[:, run - 1 :] * inverse_T[: len(inverse_T) - run + 1]
+
+
+def _powers(base: int, count: int) -> Tensor:
+    """Powers of `base` from the zeroth on, modulo 2^64: [count]."""
+    return torch.full((count,), base).index_fill_(0, torch.tensor([0]), 1).cumprod(0)
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_blocks: int, seed: int, epoch: int) -> Tensor:
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.randperm(num_blocks, generator=generator)
+
+
+# --- packing -----------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Token ids of a document, or of a part of a long one, and the size of its text in bytes."""
+
+    ids: list[int]
+    is_start: bool
+    num_bytes: int
+
+
+def pack(
+    documents: Iterable[str], tokenizer: Any, max_tokens: int | None = None
+) -> tuple[Tensor, float]:
+    """Tokenise documents and join them: this packing is used for training and for perplexity.
+
+    BOS goes before each document; if the tokenizer has none, EOS goes after each; without either,
+    documents are joined as they are. No more text is read than `max_tokens` needs.
+
+    Returns:
+        Token ids, int32, and the tokens per byte of this text, which convert nats per token to bits
+        per byte. Raises `UserError` if the documents contain no text.
+    """
+    tokens, num_bytes = array("i"), 0
+    source = (source_record("", None), tokenised(documents, tokenizer))
+    for _, ids, size in joined([source], tokenizer):
+        tokens.extend(ids)
+        num_bytes += size
+        if max_tokens is not None and len(tokens) >= max_tokens:
+            break
+    if not tokens:
+        raise UserError("the data holds no text. Name sources with text in them.")
+    return torch.frombuffer(tokens, dtype=torch.int32)[:max_tokens], len(tokens) / num_bytes
+
+
+def pack_sources(
+    config: DataConfig, tokenizer: Any, path: Path, max_tokens: int, on_progress: Update = no_update
+) -> Record:
+    """Tokenise, mix and join sources, and write blocks of `config.seq_len` tokens to a file.
+
+    Reads at most `max_tokens` tokens, in constant memory. A stopped process's tokens are kept, if
+    no file has changed: the text before them is read again, but not tokenised. Returns a record of
+    the text and of each source. Raises `UserError` if the text or `max_tokens` is shorter than one
+    block, or a source cannot be used.
+    """
+    records = [source_record(source, weight) for source, weight in sources_of(config)]
+    files = [file for one in records for file in local_files(one["name"], config)]
+    changed = [(str(file), file.stat().st_mtime_ns) for file in files]
+    job = {"data": asdict(config), "max_tokens": max_tokens, "files": changed}
+    with block_writer(path, config.seq_len, job) as writer:
+        records = writer.state.get("sources", records)
+        last = records[writer.state["last"]] if writer.state else None
+        sources = [
+            (one, tokenised(opened(one["name"], config, tokenizer), tokenizer, one["pieces"]))
+            for one in records
+        ]
+        try:
+            for record, ids, _ in joined(sources, tokenizer, last):
+                last = record
+                excess = max(0, writer.num_tokens + len(ids) - max_tokens)
+                record["tokens"] -= excess
+                writer.append(ids[: len(ids) - excess])
+                on_progress(writer.num_tokens, max_tokens)
+                if writer.num_tokens == max_tokens:
+                    break
+                writer.keep(_state(records, last), now=False)
+        except StreamError as error:
+            if last is not None:
+                writer.keep(_state(records, last))
+            raise StreamError(
+                f"{error} {writer.num_tokens:,} tokens are kept: the same command goes on from "
+                "there."
+            ) from error
+        if writer.num_tokens < config.seq_len:
+            raise UserError(
+                f"{', '.join(config.data)} has {writer.num_tokens} tokens (read at most: "
+                f"{max_tokens}), too few for a block of {config.seq_len}. Give more text, ask for "
+                "more tokens, or, for training text, lower seq_len."
+            )
+    for record in records:
+        record["share"] = record["tokens"] / writer.num_tokens
+    return {
+        "tokens": writer.num_tokens,
+        "seq_len": config.seq_len,
+        "sources": records,
+        "separator": separator_of(tokenizer),
+    }
+
+
+def _state(records: list[Record], last: Record) -> Values:
+    """From where the reading of sources goes on."""
+    return {"sources": records, "last": [one is last for one in records].index(True)}
+
+
+def source_record(name: str, weight: float | None) -> Record:
+    """The record of a source before any of it is read."""
+    counts = {"share": 0.0, "tokens": 0, "documents": 0, "pieces": 0, "ran_out": False}
+    return {"name": name, "weight": weight, **counts}
+
+
+def joined(
+    sources: Sequence[tuple[Record, Iterator[Piece]]], tokenizer: Any, last: Record | None = None
+) -> Iterator[tuple[Record, list[int], int]]:
+    """Iterate over the pieces of several sources, mixed by weight or one source after the other.
+
+    With weights, the next piece comes from the source with the fewest tokens for its weight;
+    docs/data.md gives bounds on each source's share at any time. If another source comes between
+    the pieces of a long document, the rest of it counts as a document of its own. `last` is the
+    record of the source that was read last, where reading goes on.
+
+    Yields the record of the source (updated in place), token ids with their separators, and the
+    number of bytes of text.
+    """
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    start = [] if bos is None else [bos]
+    end = [] if bos is not None or eos is None else [eos]
+    waiting = [source for source in sources if not source[0]["ran_out"]]
+    while waiting:
+        source = min(waiting, key=lambda one: one[0]["tokens"] / (one[0]["weight"] or torch.inf))
+        record, pieces = source
+        piece = next(pieces, None)
+        if piece is None:
+            record["ran_out"] = True
+            waiting.remove(source)
+            continue
+        record["documents"] += piece.is_start
+        record["pieces"] += 1
+        ids = piece.ids
+        if piece.is_start or last is not record:
+            ids = [*(() if last is None else end), *start, *ids]
+        last = record
+        record["tokens"] += len(ids)
+        yield record, ids, piece.num_bytes
+    if last is not None:
+        last["tokens"] += len(end)
+        yield last, end, 0
+
+
+def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterator[Piece]:
+    """Tokenise documents piece by piece, but the first `skip` pieces; skip empty documents.
+
+    Text is text: the name of a control token, such as `</s>`, is tokenised like other words, except
+    in `Rendered` documents.
+    """
+    all_pieces = (
+        (piece, number == 0 and not isinstance(document, Continuation), type(document) is Rendered)
+        for document in documents
+        for number, piece in enumerate(filter(None, cut(document)))
+    )
+    pieces, is_warned = islice(all_pieces, skip, None), False
+    while batch := list(islice(pieces, _PIECES_AT_ONCE)):
+        for is_rendered, group in groupby(batch, key=lambda one: one[2]):
+            texts, starts, _ = zip(*group, strict=True)
+            encoded = tokenizer(
+                list(texts),
+                add_special_tokens=False,
+                split_special_tokens=not is_rendered,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,  # a piece may be longer than the model's context
+            )["input_ids"]
+            for ids, piece, is_start in zip(encoded, texts, starts, strict=True):
+                if is_start and not is_warned and _WIKITEXT_HEADING.fullmatch(piece):
+                    is_warned = True
+                    logger.warning(
+                        "Rows of WikiText (%r) are documents of their own, each with a separator. "
+                        "Published perplexities are of the rows joined: dotmoe evaluate --protocol "
+                        "gptq.",
+                        piece.strip(),
+                    )
+                yield Piece(ids, is_start, len(piece.encode()))
+
+
+def separator_of(tokenizer: Any) -> str:
+    """Description of what separates documents under this tokenizer."""
+    if tokenizer.bos_token_id is not None:
+        return f"{tokenizer.bos_token} before each"
+    if tokenizer.eos_token_id is not None:
+        return f"{tokenizer.eos_token} after each"
+    return "nothing between them"

@@ -1,0 +1,587 @@
+"""Sources of text: the names that a user gives, their weights, and streams of their documents."""
+
+import io
+import json
+import logging
+import os
+import re
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from itertools import chain, islice
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+
+from dotmoe.common.errors import UserError, nearest, one_line
+from dotmoe.common.options import above, at_least
+
+logger = logging.getLogger(__name__)
+
+SELF = "self"
+"""Name of the source that is sampled from the dense model; it can only be trained on."""
+STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
+PIECE_CHARACTERS = 1 << 16
+"""Maximum number of characters that are tokenised at once; longer documents are cut."""
+FIELDS = ("text", "content", "page", "passage", "document", "messages")
+"""Field names tried in a row, in this order, when no text field is given."""
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+FORMATS = f".txt, .json, .jsonl (also with {', '.join(_COMPRESSIONS)}), .parquet"
+"""Files that are read here, in words; `datasets` reads others."""
+_SPLITS = {
+    "train": "train|training",
+    "validation": "validation|valid|val|dev",
+    "test": "test|testing|eval|evaluation",
+}
+_DELAYS = (1, 2, 4, 8, 16, 32)
+"""Seconds before each new attempt to read a stream that broke."""
+_NETWORK = {"aiohttp", "http", "httpcore", "httpx", "requests", "socket", "ssl", "urllib3"}
+"""Packages whose errors mean that the network failed."""
+_CARRIAGE_RETURN = re.compile(r"\r\n?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+
+DOLMINO, DOLMINO_DATASET = "dolmino", "allenai/dolmino-mix-1124"
+# Quoted from the OLMo 2 report (2 OLMo 2 Furious), its 50B-token mix; not measured by us. The
+# DOT-MoE paper samples "from the larger Dolmino-mix" and gives no proportions of its own.
+DOLMINO_PERCENT = {
+    "dclm": 47.2,
+    "flan": 16.6,
+    "pes2o": 5.85,
+    "wiki": 7.11,
+    "stackexchange": 2.45,
+    "math": 20.8,
+}
+"""Percentage of the tokens that each configuration of the data set contributes."""
+
+
+class Continuation(str):
+    """A piece that continues the document of the piece before it."""
+
+    __slots__ = ()
+
+
+class Rendered(str):
+    """A document in which names of control tokens stand for these tokens, such as a chat."""
+
+    __slots__ = ()
+
+
+class StreamError(UserError):
+    """A stream broke, and new attempts did not mend it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Text to train or calibrate on."""
+
+    data: tuple[str, ...] = ()
+    """Sources of text, read in this order: .txt files (one document per file), .json, .jsonl or
+    .parquet files (one document per row), all but the last also as .gz, .zst or .bz2; folders of
+    such files; folders written by `save_to_disk`; `python-stdlib` (the source files of
+    this Python's standard library) or `python-stdlib-heldout` (the sixteenth of them that is held
+    out); data sets of the `datasets` library, streamed (`allenai/c4:en`: the configuration follows
+    the colon); `dolmino` (the paper's mix, from the hub; `dolmino:FOLDER`: a local copy); `self`:
+    text sampled from the dense model itself. `SOURCE@SPLIT#FIELD` sets the split and the text field
+    of one source."""
+    data_weights: tuple[Annotated[float, above(0)], ...] = ()
+    """Mix the sources in these proportions of the tokens: one weight per source, with any sum. A
+    source that runs out is not repeated; the others continue in their proportions. Default: read
+    one source after the other."""
+    shuffle_buffer: Annotated[int | None, at_least(0)] = None
+    """Size of each source's shuffle buffer in documents; 0 keeps the source's own order. A buffer
+    also shuffles the order of the files of a folder or data set. Default: 10000 for `dolmino`,
+    else 0."""
+    data_seed: Annotated[int, at_least(0)] = 0
+    """Seed of the shuffle buffer, and of text sampled from the dense model."""
+    text_field: str | None = None
+    """Field of a row that holds the text, or a chat as a list of messages. Default: the first of
+    text, content, page, passage, document, messages that the rows have."""
+    split: str = "train"
+    """Split of a `datasets` source or folder; files have none."""
+    seq_len: Annotated[int, at_least(2)] = 2048
+    """Tokens per block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
+
+    @property
+    def has_dolmino(self) -> bool:
+        """Whether a source is the paper's mix, which has weights of its own."""
+        return any(map(_is_dolmino, self.data))
+
+    @property
+    def is_mix(self) -> bool:
+        """Whether sources are mixed by weight instead of read one after the other."""
+        return bool(self.data_weights) or self.has_dolmino
+
+
+def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
+    """Stream the documents of all sources, one source after the other.
+
+    Carriage returns are line ends, as in Python's text mode. A long .txt file comes in pieces; the
+    later ones are `Continuation`. A chat is `Rendered` by the template of `tokenizer`, and refused
+    without one. Raises `UserError` for a mix or a missing source, and, while reading, for one that
+    is empty, damaged or not text.
+    """
+    if config.is_mix:
+        raise UserError(
+            f"{', '.join(config.data)} is a mix, which is for training. Name files or a data set."
+        )
+    names = [name for name, _ in sources_of(config)]
+    return chain.from_iterable([opened(name, config, tokenizer) for name in names])
+
+
+def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
+    """Every source with its share of the tokens (None: read in order), `dolmino` as its parts.
+
+    Raises `UserError` if none is named, one is missing, or the number of weights is another.
+    """
+    names = config.data
+    if not names:
+        raise UserError(f"data names no source. Give {FORMATS} files, a datasets name or {STDLIB}.")
+    if SELF in names:
+        raise UserError(
+            f"{SELF} is text to train on, sampled from the dense model, and cannot be mixed or "
+            f"measured on. Give it alone, or name a text. (For a folder: ./{SELF})"
+        )
+    sources: list[tuple[str, float | None]] = [(name, None) for name in names]
+    if config.is_mix:
+        weights = config.data_weights or (1.0,)
+        if len(weights) != len(names):
+            raise UserError(
+                f"data_weights has {len(config.data_weights)} numbers, but {', '.join(names)} are "
+                f"a mix of {len(names)} sources. Give one for each."
+            )
+        sources = [
+            (part, share * weight / sum(weights))
+            for name, weight in zip(names, weights, strict=True)
+            for part, share in (_dolmino(name) if _is_dolmino(name) else [(name, 1.0)])
+        ]
+    for name, _ in sources:
+        opened(name, config)
+    return sources
+
+
+def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
+    """Stream the documents of one source as `documents` does; `UserError` if it does not exist."""
+    name, split, field = _split_name(source)
+    size = config.shuffle_buffer
+    if size is None:  # the files of the mix are sorted by origin
+        size = 10_000 if config.has_dolmino else 0
+    seed = int.from_bytes(sha256(f"{config.data_seed}/0/{source}".encode()).digest()[:4], "little")
+    path = Path(os.path.expanduser(name))
+    if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
+        raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
+    if name in (STDLIB, STDLIB_HELDOUT):
+        return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
+    rows = _RowText(field or config.text_field, tokenizer)
+    files = local_files(source, config)
+    if os.path.isdir(path):
+        name = str(path)
+    elif not files:
+        _require_hub_name(name, path)
+    if not files:
+        read = enumerate(_dataset_rows(name, split or config.split, size, seed), start=1)
+        return (rows.text(row, f"row {number} of {name}") for number, row in read)
+    if size:
+        Random(seed).shuffle(files)
+    return shuffled(_with_text(name, files, rows), size, seed)
+
+
+def local_files(source: str, config: DataConfig) -> list[Path]:
+    """Files that a source consists of; none for one that is not local, or `datasets` reads."""
+    name, split, _ = _split_name(source)
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):
+        return _files_in(path, split, config.split)
+    return [path] if os.path.isfile(path) else []
+
+
+def _split_name(source: str) -> tuple[str, str, str]:
+    """Name, split and field of a source; what exists under the whole name is that."""
+    name, split, field = source, "", ""
+    if not _is_there(name):
+        name, _, field = name.partition("#")
+    if not _is_there(name):
+        name, _, split = name.partition("@")
+    return name, split, field
+
+
+def _require_hub_name(name: str, path: Path) -> None:
+    if path.suffix in _COMPRESSIONS or _reader_of(path) or not _HUB_NAME.fullmatch(name):
+        siblings = path.parent.iterdir() if os.path.isdir(path.parent) else ()
+        near = nearest(str(path), map(str, siblings))
+        raise UserError(f"{name} does not exist.{near} Name an existing file.")
+
+
+def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
+    """Shuffle documents, or pieces of long ones, in a seeded buffer of `size`; 0: no shuffling."""
+    if size == 0:
+        yield from stream
+        return
+    generator = Random(seed)
+    held: list[str] = []
+    for document in stream:
+        document = str(document) if isinstance(document, Continuation) else document
+        if len(held) < size:
+            held.append(document)
+        elif document:
+            place = generator.randrange(size)
+            yield held[place]
+            held[place] = document
+    generator.shuffle(held)
+    yield from held
+
+
+def _is_there(name: str) -> bool:
+    """Whether a path exists; methods of `Path` raise for an unknown ~user or a very long name."""
+    return os.path.exists(os.path.expanduser(name))
+
+
+def _dataset_rows(source: str, split: str, buffer: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows of a data set of the hub or a folder; a stream that breaks is read on."""
+    stream, failures, number = None, 0, 0
+    while True:
+        try:
+            if stream is None or buffer:  # a shuffled stream has no position: read it again
+                stream = _stream(source, split, buffer, seed)
+                unread = islice(stream, number, None)
+            else:
+                stream.load_state_dict(stream.state_dict())
+                unread = iter(stream)
+            for row in unread:
+                failures, number = 0, number + 1
+                yield dict(row)
+            return
+        except UserError:
+            raise
+        except Exception as error:
+            if (refusal := _refusal(error, f"{source} ({split})", failures)) is not None:
+                raise refusal from error
+            failures += 1
+
+
+def _refusal(error: Exception, source: str, failures: int) -> UserError | None:
+    """The refusal for an error of `datasets`; None, after a while, if it is worth trying again."""
+    from datasets import config
+
+    cause = one_line(error)[:200].rstrip(".") or type(error).__name__
+    what = f"{source} cannot be read by datasets: {cause}."
+    if not _is_of_network(error):
+        if "scripts are no longer supported" in cause:
+            return UserError(f"{what} Name files of text, or a data set that is files.")
+        return UserError(f"{what} Check the name, its configuration and its split.")
+    if config.HF_HUB_OFFLINE:
+        return UserError(f"{what} Unset HF_HUB_OFFLINE to use the network.")
+    if failures == len(_DELAYS):
+        return StreamError(f"{what} Check the network.")
+    logger.warning("%s Trying again in %d s.", what, _DELAYS[failures])
+    time.sleep(_DELAYS[failures])
+    return None
+
+
+def _stream(source: str, split: str, buffer: int, seed: int) -> Any:
+    """The `datasets.IterableDataset` of a name or a folder, shuffled if there is a buffer."""
+    # Importing datasets takes seconds, and local files do not need it.
+    from datasets import load_dataset, load_from_disk
+
+    name, _, part = (source, "", "") if _is_there(source) else source.partition(":")
+    if _is_saved(Path(name)):
+        saved = load_from_disk(name)
+        if isinstance(saved, dict):
+            if split not in saved:
+                raise UserError(f"{name} has no split {split}. Name one of {', '.join(saved)}.")
+            saved = saved[split]
+        stream = saved.to_iterable_dataset()
+    else:
+        stream = load_dataset(name, part or None, split=split, streaming=True)
+    return stream.shuffle(seed=seed, buffer_size=buffer) if buffer else stream
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether the network or a busy server caused an error, so that another attempt may succeed."""
+    while error is not None:
+        status = getattr(getattr(error, "response", error), "status_code", None)
+        status = status or getattr(error, "status", None)
+        if isinstance(status, int):
+            return status in (408, 425, 429) or status >= 500
+        package = type(error).__module__.partition(".")[0].rstrip("0123456789")
+        if package in _NETWORK or isinstance(error, ConnectionError | TimeoutError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_dolmino(name: str) -> bool:
+    """Whether a name means the paper's mix; an existing file or folder of that name does not."""
+    return name.partition(":")[0] == DOLMINO and not _is_there(name)
+
+
+def _dolmino(name: str) -> list[tuple[str, float]]:
+    """Sources that make up the mix, on the hub or in a local copy, with shares that sum to 1."""
+    root = Path(os.path.expanduser(name.partition(":")[2]))
+    whole, sources = sum(DOLMINO_PERCENT.values()), []
+    for part, percent in DOLMINO_PERCENT.items():
+        source = f"{DOLMINO_DATASET}:{part}"
+        if ":" in name:
+            folders = [f for f in (root / part, root / "data" / part) if os.path.isdir(f)]
+            if not folders:
+                raise UserError(
+                    f"{root} has no folder {part} (nor data/{part}). Name a copy of the whole mix."
+                )
+            source = str(folders[0])
+        sources.append((source, percent / whole))
+    return sources
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of the `datasets` library wrote a folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _files_in(folder: Path, split: str, default: str) -> list[Path]:
+    """Files of text in a folder and those below it, by name; none if `datasets` must read it.
+
+    All have one format, that of most files. `split`, or the default if every file is named after a
+    split, selects those whose names contain it; else all are read. Raises `UserError` if none has
+    the split that is asked for.
+    """
+    readme = folder / "README.md"
+    has_configs = readme.is_file() and "\nconfigs:" in readme.read_text(errors="replace")
+    if has_configs or _is_saved(folder):
+        return []
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    readers = {name: _reader_of(name) for name in names if "." not in [p[0] for p in name.parts]}
+    readers = {name: reader for name, reader in readers.items() if reader}
+    if not readers:
+        return []
+    kind = Counter(readers.values()).most_common(1)[0][0]
+    files = [name for name in readers if readers[name] is kind]
+
+    def of(split: str) -> list[Path]:
+        word = re.compile(f"(?<![a-z])({_SPLITS.get(split, re.escape(split))})(?![a-z])")
+        return [name for name in files if word.search(name.as_posix().lower())]
+
+    chosen = of(split or default)
+    if split and not chosen:
+        raise UserError(
+            f"{folder} has no file whose name says {split}, but {files[0]} and {len(files) - 1} "
+            "more. Name it without a split, or a file."
+        )
+    if not split and len(set(chain.from_iterable(map(of, _SPLITS)))) < len(files):
+        chosen = []
+    chosen = chosen or files
+    if others := [str(name) for name in readers if name not in files]:
+        _warn_once(f"{folder}: files of another format are not read: {', '.join(others)}")
+    return [folder / name for name in chosen]
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
+def _reader_of(path: Path) -> "_Reader | None":
+    plain = path.with_suffix("") if path.suffix.lower() in _COMPRESSIONS else path
+    return _READERS.get(plain.suffix.lower())
+
+
+def _with_text(source: str, files: list[Path], rows: "_RowText") -> Iterator[str]:
+    """Stream the documents of files; raises `UserError` if they hold no text at all."""
+    is_empty = True
+    for path in files:
+        for document in file_documents(path, rows):
+            is_empty = is_empty and not document.strip()
+            yield document
+    if is_empty:
+        raise UserError(f"{source} is empty: it holds no text. Name a source with text in it.")
+
+
+def file_documents(path: Path, rows: "_RowText") -> Iterator[str]:
+    """Stream the documents of one file; its suffix gives the format.
+
+    Raises `UserError` if the format is unknown, or the file unreadable, damaged or not text.
+    """
+    if (read := _reader_of(path)) is None:
+        raise UserError(f"{path} is none of {FORMATS}. Convert it to one of them.")
+    compression = _COMPRESSIONS.get(path.suffix.lower())
+    try:
+        with path.open("rb") as raw:
+            if compression:
+                raw = io.BufferedReader(pyarrow.input_stream(raw, compression=compression), 1 << 20)
+            yield from read(path, raw, rows)
+    except (OSError, UnicodeError, pyarrow.ArrowException) as error:
+        cause = getattr(error, "strerror", None) or one_line(error)[:160].rstrip(".")
+        raise UserError(
+            f"{path} cannot be read ({cause}). Get it again, or correct its suffix."
+        ) from error
+
+
+def cut(text: str) -> Iterator[str]:
+    """Cut text into pieces of at most `PIECE_CHARACTERS`, before lines that start with no blank.
+
+    The pieces joined are `text`. Byte-level tokenizers split at such places too, so the tokens are
+    those of the whole text; a SentencePiece tokenizer may see one more blank there.
+    """
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        limit = start + PIECE_CHARACTERS
+        line = end = text.rfind("\n", start, limit) + 1
+        while end > start and text[end].isspace():
+            end = text.rfind("\n", start, end - 1) + 1
+        # Before a visible character, else at any line end, else at a blank, else anywhere.
+        places = (end, line, text.rfind(" ", start, limit), limit)
+        end = next(place for place in places if place > start)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+class _RowText(NamedTuple):
+    """How a row gives its text: `field`, else the first of `FIELDS` that it has."""
+
+    field: str | None
+    tokenizer: Any
+    """Renders chats; None: they are refused."""
+
+    def text(self, row: dict[str, Any], place: str) -> str:
+        """Text of one row, empty for null; `UserError` if the field is missing or not text."""
+        field = self.field or next((name for name in FIELDS if name in row), None)
+        if field is None or field not in row:
+            wanted = repr(self.field) if self.field else f"any of {', '.join(FIELDS)}"
+            raise UserError(
+                f"{place} has no field {wanted}; it has {', '.join(map(str, row)) or 'none'}. "
+                "Name one with text_field."
+            )
+        text, place = row[field], f"{field!r} in {place}"
+        if text is None:
+            return ""
+        if isinstance(text, list) and all(isinstance(m, dict) and "role" in m for m in text):
+            text = self._rendered(text, place)
+        if not isinstance(text, str):
+            raise UserError(f"{place} is {type(text).__name__}, not text. Name another text_field.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair
+            raise UserError(
+                f"{place} is not Unicode text ({one_line(error)}). Repair or remove it."
+            ) from error
+        return type(text)(_CARRIAGE_RETURN.sub("\n", text)) if "\r" in text else text
+
+    def _rendered(self, messages: list[Any], place: str) -> str:
+        """A chat as the model reads it, without the BOS that packing adds."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            why = "the model has no chat template" if self.tokenizer else "text is needed here"
+            raise UserError(
+                f"{place} is a chat, but {why}. Write it as text, or name a text_field."
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:
+            raise UserError(
+                f"{place} does not suit the model's chat template ({one_line(error)[:160]}). "
+                "Change or remove it."
+            ) from error
+        return Rendered(text.removeprefix(self.tokenizer.bos_token or ""))
+
+
+def _text(path: Path, file: io.BufferedReader, _rows: _RowText) -> Iterator[str]:
+    """The one document of a .txt file, in pieces."""
+    decoded = io.TextIOWrapper(file, encoding="utf-8-sig")  # its line ends become \n
+    kind: type[str] = str
+    pending = ""
+    try:
+        while text := decoded.read(4 * PIECE_CHARACTERS):
+            if text.count("\0") > len(text) // 10:
+                raise ValueError("every tenth byte is zero")
+            *pieces, pending = cut(pending + text)
+            for piece in pieces:
+                yield kind(piece)
+                kind = Continuation
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text: a bad byte before byte {file.tell():,}. Convert it to "
+            "UTF-8, or name a text file."
+        ) from error
+    yield kind(pending)
+
+
+def _json(path: Path, file: io.BufferedReader, rows: _RowText) -> Iterator[str]:
+    """Documents of a JSON array, which is read whole, or of one object per line."""
+    is_array = file.peek().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    units = [file.read()] if is_array else file
+    for number, unit in enumerate(units, start=1):
+        if not unit.strip():
+            continue
+        place = str(path) if is_array else f"{path} line {number}"
+        try:
+            value = json.loads(unit.decode("utf-8-sig"))
+        except ValueError as error:
+            raise UserError(f"{place} is not JSON in UTF-8 ({error}). Fix it.") from error
+        for row in value if is_array else [value]:
+            if not isinstance(row, dict):
+                raise UserError(f"{place} is not a JSON object. Write one object per line.")
+            yield rows.text(row, place)
+
+
+def _parquet(path: Path, file: io.BufferedReader, rows: _RowText) -> Iterator[str]:
+    table = pyarrow.parquet.ParquetFile(file)
+    wanted = [rows.field] if rows.field else FIELDS
+    # Read only useful columns; without one, read all, so that the error can list their names.
+    columns = [name for name in wanted if name in table.schema_arrow.names] or None
+    batches = table.iter_batches(batch_size=256, columns=columns)
+    read = chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, row in enumerate(read, start=1):
+        yield rows.text(row, f"{path} row {number}")
+
+
+_Reader = Callable[[Path, io.BufferedReader, _RowText], Iterator[str]]
+_READERS: dict[str, _Reader] = {
+    ".txt": _text,
+    ".json": _json,
+    ".jsonl": _json,
+    ".parquet": _parquet,
+}
+
+
+# --- Python's own library ----------------------------------------------------------------------
+
+Split = Literal["train", "heldout"]
+HELDOUT_SHARE = 16
+"""One file in this many is held out."""
+# Generated character tables and Unicode dumps: long, repetitive, nothing to learn from.
+_TABLES = ("encodings/", "pydoc_data/", "lib2to3/pgen2/", "unicodedata", "html/entities.py")
+_PACKAGES, _TESTS = {"site-packages", "dist-packages"}, {"test", "tests", "idle_test"}
+
+
+def stdlib_documents(split: Split, *, include_tests: bool = False) -> Iterator[str]:
+    """Source files of this Python's standard library, ordered by a hash of their path.
+
+    The order is the same everywhere, and the first few files are as good a sample as any. The hash
+    also selects the held-out files: the embedded model is trained on the others, and the quickstart
+    measures it on these, on any machine and Python version. `include_tests` adds the library's own
+    test suite, which some distributions do not install.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    excluded = _PACKAGES if include_tests else _PACKAGES | _TESTS
+    chosen = {}
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        digest = sha256(name.encode()).digest()
+        own_split = "heldout" if digest[0] % HELDOUT_SHARE == 0 else "train"
+        is_library = not name.startswith(_TABLES) and excluded.isdisjoint(name.split("/")[:-1])
+        if own_split == split and is_library:
+            chosen[digest] = path
+    for _, path in sorted(chosen.items()):
+        with suppress(UnicodeDecodeError, OSError):
+            text = path.read_text(encoding="utf-8")
+            if text.strip():
+                yield text
