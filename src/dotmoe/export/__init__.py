@@ -23,7 +23,15 @@ from dotmoe.export.format import (
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
-from dotmoe.method.granularity import Granularity, joined, parts_of
+from dotmoe.method.calibrate import LAYERS_PER_DENSE
+from dotmoe.method.granularity import (
+    DEFAULT_ACTIVE,
+    ExpertsConfig,
+    Granularity,
+    joined,
+    parts_of,
+    splits_of,
+)
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel
@@ -49,6 +57,39 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
             "--export-dtype to one of them, which rounds the weights."
         )
     return EXPORTED[stored]
+
+
+def settled_experts(
+    experts: ExpertsConfig, dense: DenseModel, name: str, dtype: torch.dtype
+) -> ExpertsConfig:
+    """The options with the values that their defaults mean for this model and format name.
+
+    Half of the FFN runs. Where a format can hold it, half of that is always on, and the number of
+    leading dense layers stays open, to be measured on text; elsewhere both are 0, as they are if
+    attention is split. Values that are given stay as they are.
+    """
+    if experts.active is None and experts.active_experts is None:
+        experts = replace(experts, active=DEFAULT_ACTIVE)
+
+    def split(shared: float, first: int) -> Granularity:
+        tried = replace(experts, shared=shared, first_dense_layers=first)
+        return splits_of(tried, dense.widths.ffn, dense.config.num_attention_heads)
+
+    def holds(shared: float, first: int) -> bool:
+        try:
+            format_for(dense, split(shared, first), name, dtype)
+        except UserError:
+            return False
+        return experts.targets == "ffn"
+
+    first, shared = experts.first_dense_layers, experts.shared
+    if first is None and (dense.widths.layers < LAYERS_PER_DENSE or not holds(shared or 0, 1)):
+        first = 0
+    if shared is None:
+        plain = split(0, first or 0)
+        half = plain.active_experts // 2 / plain.num_experts
+        shared = half if holds(half, first or 0) else 0.0
+    return replace(experts, shared=shared, first_dense_layers=first)
 
 
 def require_exportable(dense: DenseModel, split: Granularity, config: ExportConfig) -> torch.dtype:

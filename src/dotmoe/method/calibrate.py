@@ -30,6 +30,12 @@ _TINY = 1e-30
 _AFFINITY_STD, _ROUTER_STD = 0.03, 0.02
 """Standard deviations of initial affinities, and of the random start's router entries; the start
 from data instead scales its logits to standard deviation 1."""
+_OUTLIER = 4.0
+"""Multiple of the median layer's error from which a leading layer is better kept dense."""
+LAYERS_PER_DENSE = 12
+"""Number of layers of which one at most is kept dense unasked: more would cost too much."""
+OUTLIER_TOKENS = 2048
+"""Number of tokens on which layers are compared."""
 _ROUNDS = 10
 """Rounds of the start from data; each updates the router and then the experts."""
 
@@ -100,6 +106,37 @@ def calibrate(
         torch.distributed.broadcast(affinity_LNE, src=0)
         torch.distributed.broadcast(router_LED, src=0)
     return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0, target=split.target)
+
+
+@torch.no_grad()
+def pruning_errors(dense: DenseModel, tokens_BT: Tensor, share: float) -> Float[Tensor, " L"]:
+    """What each layer alone would lose if always the same `share` of its FFN neurons ran.
+
+    The neurons are those of largest mean energy. The loss is the square error of the FFN's output
+    as a share of the residual stream's square after the layer, at most 1, the mean over tokens. If
+    the model is sharded, every rank must call this.
+    """
+    errors, inputs, stream = list[Tensor](), list[Tensor](), Stream(dense, tokens_BT)
+    for layer in dense.family.layers(dense.model):
+        inputs.clear()
+        with input_hooks({0: TARGETS["ffn"].block(layer)}, lambda _, x: inputs.append(x)):
+            stream.advance(len(errors))
+        with whole_weights(layer):
+            ffn, x_TD = dense.family.ffn(layer), torch.cat([x.flatten(0, -2) for x in inputs])
+            hidden_TN = activations(ffn, x_TD)
+            energy_N = (hidden_TN.square().mean(0) * ffn.down.weight.float().square().sum(0)).cpu()
+            hidden_TN[:, energy_N.topk(round(share * len(energy_N))).indices] = 0
+            lost_TD = F.linear(hidden_TN, ffn.down.weight.float())
+        size_T = stream.hidden_BTD.flatten(0, 1).float().square().sum(1).clamp_min(_TINY)
+        errors.append((lost_TD.square().sum(1).cpu() / size_T).clamp(max=1).mean())
+    return torch.stack(errors)
+
+
+def leading_outliers(errors_L: Float[Tensor, " L"]) -> int:
+    """How many leading layers lose more than 4 times the median; at most one layer of 12."""
+    is_outlier_L = errors_L > _OUTLIER * errors_L.median()
+    leading = int(is_outlier_L.long().cumprod(0).sum())
+    return min(leading, len(errors_L) // LAYERS_PER_DENSE)
 
 
 @torch.no_grad()

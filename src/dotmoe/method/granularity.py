@@ -17,6 +17,8 @@ from dotmoe.models.family import Family, meta_model, num_parameters
 
 PAPER_EXPERT_SIZE, PAPER_ACTIVE = 128, 0.25
 """Neurons in one expert (tab:hyperparams_moefication); share of experts that run (main tables)."""
+DEFAULT_ACTIVE = 0.5
+"""Share of the experts that run by default, half of them always: what keeps a real LLM useful."""
 PAPER_HEADS, PAPER_ACTIVE_ATTENTION = 2, 0.5
 """The same for experts of query heads (sec:attention_moe, tab:attention_moe_results)."""
 FEWEST_DEFAULT_EXPERTS = 16
@@ -35,14 +37,17 @@ class ExpertsConfig:
     experts: Annotated[int | None, at_least(2)] = None
     """Number of experts per layer (E), at least 2. Give this or `expert_size`."""
     active: Annotated[float | None, above(0), at_most(1)] = None
-    """Share of the experts that run per token, above 0 and at most 1. Default: 0.25 (paper)."""
+    """Share of the experts that run per token, above 0 and at most 1. Default: 0.5 (paper: a
+    quarter)."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Number of experts that run per token (k), 1 to E. Give this or `active`."""
-    shared: Annotated[float, at_least(0), at_most(1)] = 0.0
+    shared: Annotated[float | None, at_least(0), at_most(1)] = None
     """Share of the FFN that runs for every token, as one shared expert. That share of the experts
-    is taken from the active ones and merged; at least one active expert must remain."""
-    first_dense_layers: Annotated[int, at_least(0)] = 0
-    """Leading layers that are not split, below the number of layers."""
+    is taken from the active ones and merged; at least one active expert must remain. Default: half
+    of the active share, where the exported format can hold it (paper: 0)."""
+    first_dense_layers: Annotated[int | None, at_least(0)] = None
+    """Leading layers that are not split, below the number of layers. Default: measured on the text,
+    for models of 12 layers or more (paper: 0)."""
     targets: Literal["ffn", "attention", "both"] = "ffn"
     """What is split: FFNs into experts of neurons, attention into experts of query heads, or both.
     The expert options above are for experts of neurons."""
@@ -175,7 +180,7 @@ def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
         num_experts=heads // size,
         expert_size=size,
         active_experts=_part_of(heads // size, config.active_attention or PAPER_ACTIVE_ATTENTION),
-        first_dense_layers=config.first_dense_layers,
+        first_dense_layers=config.first_dense_layers or 0,
         target="attention",
     )
 
@@ -183,9 +188,10 @@ def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
 def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
     """Turn the options into E, s and k for one FFN width.
 
-    By default, s is `default_expert_size` and k is a quarter of E. A share of E is rounded half up,
-    to at least 1. Raises a `UserError` if the experts do not fit the width (it names the nearest
-    that do), if k is above E, or if all active experts would be shared.
+    By default, s is `default_expert_size`, k is the paper's quarter of E, and nothing is shared; a
+    conversion settles its own defaults first, see `dotmoe.export.settled_experts`. A share of E is
+    rounded half up, to at least 1. Raises a `UserError` if the experts do not fit the width (it
+    names the nearest that do), if k is above E, or if all active experts would be shared.
 
     Example:
         >>> resolve(ExpertsConfig(), 11_008)
@@ -215,7 +221,7 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
         num_experts=experts,
         expert_size=ffn_width // experts,
         active_experts=active,
-        first_dense_layers=config.first_dense_layers,
+        first_dense_layers=config.first_dense_layers or 0,
     ).with_shared(shared)
 
 

@@ -33,7 +33,12 @@ from dotmoe.export.record import ExportRecord, require_checksums, write_model_ca
 from dotmoe.measure.evaluate import perplexity
 from dotmoe.measure.report.page import html_report
 from dotmoe.method.align import Alignment, align
-from dotmoe.method.calibrate import calibrate
+from dotmoe.method.calibrate import (
+    OUTLIER_TOKENS,
+    calibrate,
+    leading_outliers,
+    pruning_errors,
+)
 from dotmoe.method.finetuning import LAYOUT, trained_model
 from dotmoe.method.finetuning import finetune as train
 from dotmoe.method.granularity import Granularity, count_parameters, splits_of
@@ -61,7 +66,7 @@ from dotmoe.text.tokenise import (
 )
 from dotmoe.training.folder import OnStep
 
-_STATE = "state.safetensors"
+_STATE, _DENSE_LAYERS = "state.safetensors", "dense_layers.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +103,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             split = raise_on_all_ranks(lambda: split_of(config, dense))
             to_repair = config.repairing.tokens(split, dense.config) if config.repair else 0
             run.tokenise(dense, max(calibration_tokens(config, dense.widths.model), to_repair))
+            split = _with_dense_layers(run, dense, split)
             state = None
             if config.method == "dot_moe" or config.align.steps:
                 state = _align(run, dense, split, _calibrate(run, dense, split))
@@ -443,6 +449,31 @@ def _require_unedited(source: FinishedRun) -> None:
 
 
 # --- stages of one command ---------------------------------------------------------------------
+
+
+def _with_dense_layers(run: _Run, dense: DenseModel, split: Granularity) -> Granularity:
+    """The split with the number of leading dense layers; measured if the config leaves it open."""
+    if run.config.experts.first_dense_layers is not None:
+        return split
+
+    def make(folder: Path) -> dict[str, Any]:
+        tokens_BT = run.text.training.drawn(OUTLIER_TOKENS)
+        errors_L = pruning_errors(dense, tokens_BT, split.active_fraction)
+        median, leading = float(errors_L.median()), leading_outliers(errors_L)
+        times = ", ".join(f"{error / median:.1f}" for error in errors_L[: leading + 1].tolist())
+        run.progress.log(
+            f"first_dense_layers {leading}: pruned to the active share, the first layers lose "
+            f"{times} times as much as the median layer"
+        )
+        return {"first_dense_layers": leading, "errors": errors_L.tolist()}
+
+    record = run.stage(
+        "dense_layers",
+        lambda folder: read_json(folder / _DENSE_LAYERS),
+        make,
+        save=lambda record, folder: write_json(folder / _DENSE_LAYERS, record),
+    )
+    return replace(split, first_dense_layers=record["first_dense_layers"])
 
 
 def _calibrate(run: _Run, dense: DenseModel, split: Granularity) -> AlignState:

@@ -9,14 +9,15 @@ from tyro.conf import Positional
 from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.options import HOW, at_least
+from dotmoe.export import export_dtype, settled_experts
 from dotmoe.export.format import ExportConfig
 from dotmoe.method.align import AlignConfig
 from dotmoe.method.calibrate import CalibrateConfig
 from dotmoe.method.finetuning import FinetuneConfig
-from dotmoe.method.granularity import ExpertsConfig
+from dotmoe.method.granularity import PAPER_ACTIVE, ExpertsConfig
 from dotmoe.method.layout import AssignmentConfig
 from dotmoe.method.repair import RepairConfig
-from dotmoe.models.load import LoadConfig
+from dotmoe.models.load import LoadConfig, describe_dense
 from dotmoe.rivals.baselines import BaselineConfig, MethodName
 from dotmoe.rivals.pruning import PruningName
 from dotmoe.text.sources import DataConfig
@@ -61,15 +62,18 @@ class RunConfig:
     """Seed of initial values and data order. Same seed, machine and thread count: same result."""
 
     def settled(self) -> Self:
-        """This config; for a method other than DOT-MoE, `align` is set as that method needs it.
+        """This config with the experts that its defaults mean for the model, see `settled_experts`.
 
-        Such a method trains its router for `router_steps`, keeps its experts, and runs on one rank.
+        For a method other than DOT-MoE, `align` is set as that method needs it: it trains its
+        router for `router_steps`, keeps its experts, and runs on one rank.
         """
+        dense, how = describe_dense(self.model), self.export
+        experts = settled_experts(self.experts, dense, how.format, export_dtype(dense, how))
         if self.method == "dot_moe":
-            return self
+            return replace(self, experts=experts)
         require_one_process(f"method {self.method}")
-        steps = self.baseline.router_steps
-        return replace(self, align=replace(self.align, steps=steps, learn_assignment=False))
+        align = replace(self.align, steps=self.baseline.router_steps, learn_assignment=False)
+        return replace(self, experts=experts, align=align)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +132,7 @@ AnyRunConfig = RunConfig | FinetuneRunConfig
 PAPER = RunConfig(
     model="",
     out="",
+    experts=ExpertsConfig(active=PAPER_ACTIVE, shared=0.0, first_dense_layers=0),
     data=DataConfig(data=("dolmino",)),
     calibrate=CalibrateConfig(start="random"),
     assignment=AssignmentConfig(solver="sinkhorn"),
@@ -137,6 +142,7 @@ PAPER = RunConfig(
 SMALL = RunConfig(
     model="",
     out="",
+    experts=PAPER.experts,
     data=DataConfig(seq_len=256),
     align=AlignConfig(steps=300, batch_size=4, lr=1e-2, lr_router=1e-2, max_epochs=100.0),
 )
@@ -144,7 +150,7 @@ SMALL = RunConfig(
 
 
 def _of_the_paper(model: str, active_experts: int) -> RunConfig:
-    experts = ExpertsConfig(expert_size=128, active_experts=active_experts)
+    experts = replace(PAPER.experts, expert_size=128, active=None, active_experts=active_experts)
     return replace(PAPER, model=model, experts=experts)
 
 
@@ -162,14 +168,16 @@ RECIPES: dict[str, dict[str, AnyRunConfig]] = {
         "qwen25_7b_attention": replace(
             PAPER,
             model="Qwen/Qwen2.5-7B",
-            experts=ExpertsConfig(targets="attention", heads_per_expert=2, active_attention=0.5),
+            experts=replace(
+                PAPER.experts, targets="attention", heads_per_expert=2, active_attention=0.5
+            ),
         ),
         "small": SMALL,
         # The bundled model on the local Python standard library, in minutes on two CPU cores.
         "quickstart": replace(
             SMALL,
             model="embedded",
-            experts=ExpertsConfig(expert_size=16, active=0.25),
+            experts=replace(PAPER.experts, expert_size=16),
             data=replace(SMALL.data, data=("python-stdlib",)),
             eval_text=("python-stdlib-heldout",),
         ),

@@ -41,6 +41,7 @@ from dotmoe.common.options import COMMAND, differences, from_values, identity, v
 
 STAGES = {
     "data": "0_data",
+    "dense_layers": "1_dense_layers",
     "calibrate": "1_calibrate",
     "align": "2_align",
     "extract": "3_extract",

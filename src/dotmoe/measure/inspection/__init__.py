@@ -11,6 +11,7 @@ from tyro.conf import Positional
 from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import at_least, check
+from dotmoe.export import settled_experts
 from dotmoe.export.architectures import FORMATS, format_for
 from dotmoe.export.format import EXPORTED, yarn_notes
 from dotmoe.export.llama_cpp import most_active_experts_of
@@ -88,17 +89,18 @@ def inspect_model(
     """
     check(options)
     is_alignment, device = options.task == "align", resolved_device(options.device)
-    split = splits_of(options.experts, config.intermediate_size, config.num_attention_heads)
-    if not is_alignment and options.experts.targets != "ffn":
-        raise UserError(
-            f"task is finetune, but targets is {options.experts.targets}: experts made of heads "
-            "are repaired, not trained. Leave one of the two out."
-        )
     written = EXPORTED.get(stored, torch.bfloat16)
     if options.export_dtype != "source":
         written = getattr(torch, options.export_dtype)
     model, family = meta_model(config), family_of(config)
     dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
+    experts = settled_experts(options.experts, dense, "auto", written)
+    split = splits_of(experts, config.intermediate_size, config.num_attention_heads)
+    if not is_alignment and options.experts.targets != "ffn":
+        raise UserError(
+            f"task is finetune, but targets is {options.experts.targets}: experts made of heads "
+            "are repaired, not trained. Leave one of the two out."
+        )
     form = _format_or_refusal(dense, split, written)
     sizes = Sizes(config, split, stored=stored, written=written)
     paper = AlignConfig() if is_alignment else FinetuneConfig()
