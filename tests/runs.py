@@ -29,7 +29,7 @@ TEXT = "\n".join(
 _SHORT = {"steps": 6, "batch_size": 2, "checkpoint_every": 2}
 _SHORT |= {"eval_tokens": 256, "scale_tokens": 128, "verify_tokens": 128}
 TINY_CONVERT = _SHORT | {"expert_size": 8, "seq_len": 32, "lr": 1e-2, "calibration_tokens": 256}
-TINY_CONVERT |= {"no_repair": []}
+TINY_CONVERT |= {"no_repair": [], "active": 0.25, "shared": 0.0}
 TINY_FINETUNE = _SHORT | {"lr": 1e-3}
 
 FORMATS_OF = {
@@ -71,6 +71,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def words(*positional: Any, **options: Any) -> list[str]:
     """A command line: `words("convert", model, out, lr=1e-2)`; lists become several words."""
     line = [str(word) for word in positional]
+    if "active_experts" in options:  # the share of a tiny run gives way
+        options.pop("active", None)
     for name, value in options.items():
         values = value if isinstance(value, (list, tuple)) else [value]
         line += [f"--{name.replace('_', '-')}", *map(str, values)]

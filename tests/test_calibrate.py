@@ -13,7 +13,9 @@ from dotmoe.method.calibrate import (
     calibrate,
     contributions,
     harden,
+    leading_outliers,
     log_energy,
+    pruning_errors,
     router_aware_start,
 )
 from dotmoe.method.granularity import Granularity
@@ -126,3 +128,47 @@ def test_contributions_are_the_sizes_of_the_neurons_terms(dense_of, tokens_BT):
     terms_ND = (F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))[:, None] * mlp.down_proj.weight.T
     torch.testing.assert_close(found[7], terms_ND.norm(dim=1), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(terms_ND.sum(dim=0), mlp(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_layers_error_is_what_pruning_it_takes_from_the_stock_models_stream(
+    family, dense_of, tokens_BT
+):
+    dense = dense_of(family)
+
+    def streams():
+        with torch.no_grad():
+            output = dense.model(input_ids=tokens_BT, output_hidden_states=True)
+        return output.hidden_states[1]  # after the first layer; later ones read what was pruned
+
+    whole_BTD, layer = streams(), dense.family.layers(dense.model)[0]
+    inputs = []
+    with (
+        layer.mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
+        torch.no_grad(),
+    ):
+        dense.model(input_ids=tokens_BT)
+        ffn, x_TD = dense.family.ffn(layer), inputs[0].flatten(0, 1)
+        energy_TN = contributions(ffn, x_TD).square()
+    idle_N = energy_TN.mean(0).argsort()[: energy_TN.shape[1] // 2]
+    before = ffn.down.weight.data.clone()
+    ffn.down.weight.data[:, idle_N] = 0
+    pruned_BTD = streams()
+    ffn.down.weight.data = before
+    ratio_BT = (pruned_BTD - whole_BTD).square().sum(-1) / whole_BTD.square().sum(-1)
+    error = pruning_errors(dense, tokens_BT, 0.5)[0]
+    assert error == pytest.approx(float(ratio_BT.clamp(max=1).mean()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("errors", "leading"),
+    [
+        ([5.0] + [1.0] * 23, 1),
+        ([3.9] + [1.0] * 23, 0),
+        ([1.0] + [5.0] + [1.0] * 22, 0),  # not a leading one
+        ([5.0] * 4 + [1.0] * 20, 2),  # one of 12 at most
+        ([9.0] + [1.0] * 10, 0),
+    ],
+)
+def test_leading_layers_far_above_the_median_stay_dense(errors, leading):
+    assert leading_outliers(torch.tensor(errors)) == leading

@@ -20,6 +20,7 @@ FEW_TOKENS = {
     "no_repair": [],
     "expert_size": 16,
     "active_experts": 3,
+    "shared": 0.0,
     "seq_len": 32,
     "eval_tokens": 256,
     "calibration_tokens": 128,

@@ -23,6 +23,7 @@ STEPS = FINETUNE | {
     "no_repair": [],
     "expert_size": 16,
     "active": 0.25,
+    "shared": 0.0,
     "micro_batch_size": 2,
     "lr": 1e-2,
     "calibration_tokens": 512,

@@ -3,13 +3,15 @@
 `dotmoe quickstart`: two runs that differ in the split alone, and what must come out.
 """
 
+import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.cli.quickstart import QuickstartConfig, quickstart, run_configs
@@ -47,6 +49,27 @@ def test_the_written_config_repeats_the_run(finished, command, tmp_path):
     file = "3_extract/layout.safetensors"
     layout, repeated = (load_file(run / file) for run in (finished.folder, tmp_path / "run"))
     assert all(torch.equal(layout[name], repeated[name]) for name in layout)
+
+
+@pytest.mark.parametrize(("family", "holds"), [("llama", True), ("olmo2", False)])
+def test_the_defaults_are_half_active_with_half_of_that_shared_and_an_outlier_dense(
+    family, holds, finished, tiny_dense, command, tmp_path
+):
+    model = shutil.copytree(tiny_dense(family, num_hidden_layers=12), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 100
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    options = {k: v for k, v in finished.options.items() if k not in ("active", "shared")}
+    for how in ({}, {"method": "random_split"}):
+        out = tmp_path / how.get("method", "run")
+        assert command("convert", model, out, **options | {"steps": 0} | how).status == 0
+        split = json.loads((out / "6_evaluate/results.json").read_text())["granularity"]
+        units = split["active_experts"] * 8 + split["shared_size"]
+        shared = 0.25 * (holds and not how)  # the method has no shared expert
+        assert (units, split["shared_size"]) == (48, 96 * shared)
+        assert split["first_dense_layers"] == int(holds)
+        written = json.loads((out / "config.json").read_text())["experts"]
+        assert (written["active"], written["shared"]) == (0.5, shared)
 
 
 @pytest.mark.parametrize("moment", ["", "2_align/metrics.jsonl"])

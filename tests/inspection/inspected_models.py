@@ -56,7 +56,10 @@ def llama_3_8b(**changes):
 
 
 def inspection(config, *, stored=torch.bfloat16, **options):
-    experts = ExpertsConfig(**{name: options.pop(name) for name in SPLIT & options.keys()})
+    stated = {"shared": 0.0} | {name: options.pop(name) for name in SPLIT & options.keys()}
+    if not {"active", "active_experts"} & stated.keys():
+        stated["active"] = 0.25
+    experts = ExpertsConfig(**stated)
     asked = InspectConfig(experts=experts, **{"model": "any", "device": "cpu", **options})
     return inspect_model(config, asked, stored=stored, here=HERE)
 

@@ -117,11 +117,11 @@ def pruning_errors(dense: DenseModel, tokens_BT: Tensor, share: float) -> Float[
     the model is sharded, every rank must call this.
     """
     errors, inputs, stream = list[Tensor](), list[Tensor](), Stream(dense, tokens_BT)
-    for layer in dense.family.layers(dense.model):
+    for index, layer in enumerate(dense.family.layers(dense.model)):
         inputs.clear()
         with input_hooks({0: TARGETS["ffn"].block(layer)}, lambda _, x: inputs.append(x)):
-            stream.advance(len(errors))
-        with whole_weights(layer):
+            stream.advance(index)
+        with whole_weights(dense, index):
             ffn, x_TD = dense.family.ffn(layer), torch.cat([x.flatten(0, -2) for x in inputs])
             hidden_TN = activations(ffn, x_TD)
             energy_N = (hidden_TN.square().mean(0) * ffn.down.weight.float().square().sum(0)).cpu()

@@ -28,7 +28,7 @@ from dotmoe.common.errors import UserError, require_package
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.options import checked, values_of
 from dotmoe.common.progress import Progress
-from dotmoe.export import export, require_exportable
+from dotmoe.export import export, export_dtype, require_exportable, settled_experts
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.measure.evaluate import perplexity
 from dotmoe.measure.report.page import html_report
@@ -410,7 +410,9 @@ def calibration_tokens(config: RunConfig, width: int) -> int:
 
 def _requested_split(config: RunConfig, dense: DenseModel) -> Granularity:
     """The split that the config requests, before the method adapts it."""
-    return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
+    how = config.export
+    experts = settled_experts(config.experts, dense, how.format, export_dtype(dense, how))
+    return splits_of(experts, dense.widths.ffn, dense.config.num_attention_heads)
 
 
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:

@@ -351,7 +351,10 @@ def _plain(config: RunConfig) -> RunConfig:
             "eval_text names no text. All runs are compared on the same text, which no run trains "
             "on: give --eval-text."
         )
-    return RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
+    plain = RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
+    # No run measures how many layers to keep dense, so that all have one budget.
+    first = plain.experts.first_dense_layers or 0
+    return replace(plain, experts=replace(plain.experts, first_dense_layers=first))
 
 
 def _fitting(

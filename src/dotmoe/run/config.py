@@ -67,8 +67,10 @@ class RunConfig:
         For a method other than DOT-MoE, `align` is set as that method needs it: it trains its
         router for `router_steps`, keeps its experts, and runs on one rank.
         """
-        dense, how = describe_dense(self.model), self.export
-        experts = settled_experts(self.experts, dense, how.format, export_dtype(dense, how))
+        dense, how, experts = describe_dense(self.model), self.export, self.experts
+        if self.method != "dot_moe":  # those with a shared expert choose its size themselves
+            experts = replace(experts, shared=experts.shared or 0.0)
+        experts = settled_experts(experts, dense, how.format, export_dtype(dense, how))
         if self.method == "dot_moe":
             return replace(self, experts=experts)
         require_one_process(f"method {self.method}")

@@ -149,9 +149,10 @@ def nats_with_error(value: float, stderr: float | None, form: str) -> str:
 def packed_text(config: TextConfig, tokenizer: Any) -> Text:
     r"""Tokens of `config.text`, joined as `config.protocol` specifies.
 
-    packed: see `dotmoe.text.blocks.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the tokenizer's
-    own special tokens. Lines keep their line ends, and blank lines become empty: this restores the
-    rows of the data set `wikitext-2-raw-v1` from its file. Each document begins a line, as rows do.
+    packed: see `dotmoe.text.blocks.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the
+    tokenizer's own special tokens. Lines keep their line ends, and blank lines become empty:
+    this restores the rows of the data set `wikitext-2-raw-v1` from its file. Each document begins a
+    line, as rows do.
     """
     data = DataConfig(data=config.text)
     if config.protocol == "packed":

@@ -92,7 +92,7 @@ class SplitInputs:
     def layers(
         self, converted: Callable[[int], AbstractContextManager[None]] | None = None
     ) -> Iterator[Layer]:
-        """Yield every layer in order, with the inputs from `dotmoe.method.calibrate.block_inputs`."""
+        """Yield every layer in order, with the inputs of `calibrate.block_inputs`."""
         modules = self.dense.family.layers(self.dense.model)
         inputs = block_inputs(self.dense, self.tokens_BT, self.granularity.target, converted)
         for index, (x_TD, energy) in enumerate(inputs):
