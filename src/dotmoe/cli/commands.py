@@ -49,7 +49,7 @@ _HELP_COLUMNS, _ALL_COLUMNS = 100, 10_000
 """Width of help texts; and a width that no error or table exceeds, so that none is wrapped."""
 _GGUF = (
     "gguf: for llama.cpp, as gguf_glm4moe (gates exactly 1) or gguf_llama, whichever can "
-    "hold the model; k can be edited. gguf_dense: the dense model, to compare with."
+    "hold the model; k can be edited."
 )
 
 
