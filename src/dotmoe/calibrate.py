@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dotmoe.data import TokenBlocks
-from dotmoe.distributed import num_ranks
+from dotmoe.distributed import in_float32, num_ranks
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import AlignState
@@ -137,6 +137,7 @@ def block_inputs(
                     stream.advance(index)
 
 
+@in_float32()
 def _energy(
     dense: DenseModel, layer: nn.Module, x_TD: Tensor, heads: list[Tensor]
 ) -> Float[Tensor, "T N"]:

@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from dotmoe.checkpoint import CHANGED, Tensors
 from dotmoe.data import TokenBlocks
+from dotmoe.distributed import in_float32
 from dotmoe.errors import UserError
 from dotmoe.files import complete_folder, read_json, save_tensors, write_json
 from dotmoe.finetuning import CHANGES, LAYOUT
@@ -80,6 +81,7 @@ class NormalEquations:
         self.cross_ND = zeros(num_neurons, width)
         self.missing = zeros(())
 
+    @in_float32()
     def add(self, hidden_TN: Tensor, missing_TD: Tensor, weight_T: Tensor) -> None:
         """Add tokens: masked activations z, what the output lacks (r), and weights w; float32."""
         weighted_TN = hidden_TN * weight_T[:, None]

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dotmoe.distributed import in_float32
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
@@ -290,12 +291,13 @@ def _expert_sums(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: int
     if values_TN.is_cuda:
         members = F.one_hot(expert_of_neuron_N, num_experts).to(values_TN.dtype)
         return product_in_float32(values_TN, members)
-    sums_TE = torch.zeros(len(values_TN), num_experts, dtype=dtype)
+    sums_TE = values_TN.new_zeros(len(values_TN), num_experts, dtype=dtype)
     return sums_TE.index_add_(1, expert_of_neuron_N, values_TN.to(dtype))
 
 
+@in_float32()
 def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product; for 16-bit factors it is accumulated and returned in float32."""
+    """Matrix product, at least in float32: so are sums and result for 16-bit factors."""
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
     if left.is_cuda:
