@@ -123,7 +123,7 @@ class Student(nn.Module):
             self._divide(ranks, dtype)
         # Like nn.Module.to_empty, which would empty buffers and routers, too.
         self._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+            lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device)
         )
         model.tie_weights()
         with torch.no_grad():
