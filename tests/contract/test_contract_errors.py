@@ -67,7 +67,6 @@ REFUSED = {
     "evaluate embedded --text TEXT --fidelity --curve 2": "--fidelity and --curve",
     "inspect {tmp}/none": "none",
     "compare embedded OUT --data TEXT --methods nosuch": "nosuch",
-    "sweep embedded OUT --data TEXT": "over",
     "analyse {tmp}/none": "none",
     "bench {tmp}/none {tmp}/none": "none",
     "report {tmp}/none": "none",

@@ -93,7 +93,7 @@ REFUSED = {
     "convert embedded OUT --data TEXT --targets both --format glm4_moe": "can hold it: dotmoe",
     "convert embedded OUT --data TEXT --format dotmoe": "Set targets",
     "convert embedded OUT --data TEXT --targets both --method cmoe": "cmoe splits only FFNs",
-    "sweep embedded OUT --data TEXT --eval-text TEXT --targets both --over-active 0.5": "a sweep",
+    "compare embedded OUT --eval-text TEXT --targets both --over-active 0.5": "only ffn",
     "compare embedded OUT --eval-text TEXT --targets both --active-params 0.9": "neurons only",
     "compare embedded OUT --eval-text TEXT --targets both --finetune-steps 2": "neurons only",
     "inspect embedded --targets attention --task finetune": "not trained",

@@ -23,7 +23,7 @@ from dotmoe import bench
 from dotmoe.analyse import analyse
 from dotmoe.analyse.run import AnalyseConfig
 from dotmoe.cli import COMMANDS
-from dotmoe.compare import CompareConfig, SweepConfig, compare, sweep, table
+from dotmoe.compare import CompareConfig, compare, table
 from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, recipe_of
 from dotmoe.errors import UserError, nearest
 from dotmoe.evaluate import MEASUREMENTS, evaluate
@@ -72,7 +72,7 @@ class Line(NamedTuple):
         if command.recipes:
             start, arguments = self._start(command.recipes)
             values = {field.name: getattr(start, field.name) for field in fields(start)}
-            if type(start) is not cls:  # a comparison or a sweep, from the options of its runs
+            if type(start) is not cls:  # a comparison, from the options of its runs
                 values["method"] = "dot_moe"
             start = cls(**values)
             notes = (
@@ -205,17 +205,9 @@ def _show_conversion(conversion: Conversion) -> None:
 
 def run_compare(line: Line) -> None:
     config = line.config(CompareConfig)
-    _show_runs(config, compare(config, Progress()))
-
-
-def run_sweep(line: Line) -> None:
-    config = line.config(SweepConfig)
-    _show_runs(config, sweep(config, Progress()))
-
-
-def _show_runs(config: CompareConfig | SweepConfig, summary: dict[str, Any]) -> None:
+    summary = compare(config, Progress())
     text = f"{', '.join(summary['text'])}: {summary['protocol']}"
-    files = f"runs, {config.command}.json, {config.command}.md in {config.out}"
+    files = f"runs, compare.json, compare.md in {config.out}"
     _show(to_rich(table(summary)), text, files)
     if failed := summary["left_out"]:
         raise UserError(
