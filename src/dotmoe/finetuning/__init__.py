@@ -99,6 +99,7 @@ class Student(nn.Module):
         `dense` is on the meta device, in the dtype of computation, and becomes the student.
         """
         super().__init__()
+        dense.require("meta")
         device, dtype = torch.device(ranks.device_type), next(dense.model.parameters()).dtype
         tensors, stored = Tensors.of(dense), {name for name, _ in dense.model.named_parameters()}
         tensors.require_shapes(dense.model)
