@@ -18,6 +18,10 @@ INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
 """Operators that take indices of the host if what they index is on the device."""
 
 
+UNORDERED = {"aten::index_add", "aten::index_add_"}
+"""Operators that add in another order each time on CUDA, so that a seed does not fix the result."""
+
+
 class Elsewhere(torch.Tensor):
     """A tensor of the device; `held` has its values."""
 
@@ -80,6 +84,8 @@ def _computed(func, args, kwargs):
         here = [each for each in here if each.dtype not in (torch.int64, torch.bool)]
     if away and here and name not in COPIES:
         raise RuntimeError(f"{func} mixes a device and the host")
+    if away and name in UNORDERED:
+        raise RuntimeError(f"{func} adds in no fixed order")
     goes = bool(away)
     if kwargs.get("device") is not None:
         goes = torch.device(kwargs["device"]).type == DEVICE.type
