@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tyro
 
 from dotmoe.align import AlignConfig
-from dotmoe.baselines import METHODS, MethodName
+from dotmoe.baselines import METHODS
 from dotmoe.calibrate import CalibrateConfig, Start
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.distributed import require_one_process, resolved_device
@@ -29,12 +29,16 @@ from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.options import above, at_least, at_most
 from dotmoe.pipeline import budget_of, calibration_tokens, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
-from dotmoe.pruning import PRUNING, PruningName
+from dotmoe.pruning import PRUNING
 from dotmoe.report import plots
 from dotmoe.run_folder import RunFolder, provenance
 from dotmoe.tables import Table, millions, percent, table_of, to_markdown
 
 Row = dict[str, Any]
+if TYPE_CHECKING:
+    Chosen = str
+else:
+    Chosen = Literal[("dot_moe", *METHODS, *PRUNING, "all")]  # one, so that choices keep the order
 Share = Annotated[float, above(0), at_most(1)]
 
 _OWN = "own, not exportable"
@@ -59,7 +63,7 @@ class CompareConfig(RunConfig):
 
     command: ClassVar[str] = "compare"
 
-    methods: tuple[MethodName | PruningName | Literal["all"], ...] = _CONVERTING
+    methods: tuple[Chosen, ...] = _CONVERTING
     """Methods to compare. Each converts without training, once with its own router and once with a
     ridge-regressed one (but `lte`, whose experts are those of `weight_clusters`). With
     `router_steps` each is trained, too: `dot_moe` is aligned for as many steps, the others train

@@ -30,7 +30,7 @@ from dotmoe.evaluate import MEASUREMENTS, evaluate
 from dotmoe.evaluate.models import EvaluateConfig, gguf_file
 from dotmoe.export.architectures import explained
 from dotmoe.export.record import set_active_experts
-from dotmoe.files import read_json
+from dotmoe.files import DamagedError, read_json
 from dotmoe.inspection import InspectConfig, inspect_model, stored_dtype
 from dotmoe.inspection.tables import render
 from dotmoe.load import dense_config
@@ -69,16 +69,31 @@ class Line(NamedTuple):
         help; for a wrong argument a UserError, with the nearest option or choice if there is one.
         """
         command, arguments, start = COMMANDS[self.name], list(self.arguments), None
+        named: list[str] = []
         if command.recipes:
-            start, arguments = self._start(command.recipes)
+            start, named, arguments = self._start(command.recipes)
             values = {field.name: getattr(start, field.name) for field in fields(start)}
             if type(start) is not cls:  # a comparison, from the options of its runs
                 values["method"] = "dot_moe"
             start = cls(**values)
             notes = (
                 f"Start from --recipe NAME ({', '.join(RECIPES[command.recipes])}) or from "
-                "--config FILE, the config.json of an earlier run; other options override it."
+                "--config FILE, the config.json of an earlier run; other options override it. "
+                "MODEL may be left out where that names it: --recipe llama2_7b OUT."
             )
+        # Where options come first, they may have taken names: then what is named is left out first.
+        typed = next((i for i, w in enumerate(arguments) if w[:1] == "-"), len(arguments))
+        lacking = range(2, -1, -1) if typed == 0 else [max(0, 2 - typed)]
+        wrong = list[UserError]()
+        for number in sorted({min(each, len(named)) for each in lacking}, reverse=True):
+            try:
+                return self._parsed(cls, start, [*named[:number], *arguments], notes)
+            except UserError as error:
+                wrong.append(error)
+        raise wrong[0]
+
+    def _parsed(self, cls: type[Config], start: Any, arguments: list[str], notes: str) -> Config:
+        command = COMMANDS[self.name]
         help_option = next((w for w in arguments if w in ("-h", "--help", "--help-all")), None)
         errors, output = io.StringIO(), io.StringIO()
         width = patch.dict(os.environ, COLUMNS=str(_HELP_COLUMNS if help_option else _ALL_COLUMNS))
@@ -106,8 +121,8 @@ class Line(NamedTuple):
         check(config)
         return config
 
-    def _start(self, command: str) -> tuple[Any, list[str]]:
-        """The config that --recipe or --config names, and the other arguments."""
+    def _start(self, command: str) -> tuple[Any, list[str], list[str]]:
+        """The config of --recipe or --config, the names in it (MODEL, OUT), other arguments."""
         start = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         start.add_argument("--recipe")
         start.add_argument("--config", type=Path)
@@ -117,12 +132,16 @@ class Line(NamedTuple):
             raise UserError(f"{error}. See dotmoe {self.name} --help.") from error
         if chosen.recipe and chosen.config:
             raise UserError("--recipe and --config both name a starting config. Give one of them.")
-        recipe = recipe_of(command, chosen.recipe)
+        config = recipe_of(command, chosen.recipe)
         if chosen.config:
-            return from_values(type(recipe), read_json(chosen.config), str(chosen.config)), rest
-        source = "model" if command == "convert" else "run"
-        name: Any = getattr(recipe, source) or tyro.MISSING
-        return replace(recipe, **{source: name, "out": tyro.MISSING}), rest
+            try:
+                values = read_json(chosen.config)
+            except DamagedError as error:
+                raise UserError(f"{error}. Name the config.json of a run.") from error
+            config = from_values(type(config), values, str(chosen.config))
+        places = ("model" if command == "convert" else "run", "out")
+        named = [name for place in places if (name := getattr(config, place))]
+        return replace(config, **dict.fromkeys(places, tyro.MISSING)), named, rest
 
 
 def _attributes_in_one_line(
