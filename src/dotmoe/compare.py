@@ -42,7 +42,7 @@ else:
 Share = Annotated[float, above(0), at_most(1)]
 
 _OWN = "own, not exportable"
-_CONVERTING: tuple[MethodName | PruningName | Literal["all"], ...] = ("dot_moe", *METHODS)
+_CONVERTING: tuple[Chosen, ...] = ("dot_moe", *METHODS)
 
 MATCHED = 0.01
 """Largest relative deviation of active parameters from the budget that is called matched."""
