@@ -86,7 +86,7 @@ def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command, tm
 REFUSED = {
     "finetune RUN OUT --train router": "train is router.*--train repair",
     "export RUN OUT --format gguf": "experts made of heads",
-    "edit RUN --active-experts 2": "cannot be changed",
+    "export RUN --in-place --active-experts 2": "cannot be changed",
     "convert embedded OUT --data TEXT --heads-per-expert 2": "targets is ffn",
     "convert embedded OUT --data TEXT --targets both --shared 0.2": "only targets ffn can",
     "convert embedded OUT --data TEXT --targets attention --heads-per-expert 4": "divide the 6",

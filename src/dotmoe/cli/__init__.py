@@ -60,8 +60,7 @@ COMMANDS = {
         common=("train", "kl-weight", *_TEXT, *_TRAINING, "lr-router", "format", "device"),
         recipes="finetune",
     ),
-    "export": Command("Write the experts of a finished run in another format, or with another k."),
-    "edit": Command("Change how many experts an exported model runs per token, in place."),
+    "export": Command("Write a finished run in another format or with another k, also in place."),
     "evaluate": Command(
         "Measure a model: perplexity, benchmark tasks, fidelity to the dense model, samples."
     ),

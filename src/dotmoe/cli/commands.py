@@ -29,18 +29,16 @@ from dotmoe.errors import UserError, nearest
 from dotmoe.evaluate import MEASUREMENTS, evaluate
 from dotmoe.evaluate.models import EvaluateConfig, gguf_file
 from dotmoe.export.architectures import explained
-from dotmoe.export.record import set_active_experts
 from dotmoe.files import DamagedError, read_json
 from dotmoe.inspection import InspectConfig, inspect_model, stored_dtype
 from dotmoe.inspection.tables import render
 from dotmoe.load import dense_config
-from dotmoe.options import at_least, check, from_values
+from dotmoe.options import check, from_values
 from dotmoe.pipeline import Conversion, convert, finetune
 from dotmoe.progress import Progress
 from dotmoe.quickstart import QuickstartConfig, quickstart
 from dotmoe.reexport import ReexportConfig, reexport
 from dotmoe.report import page, plots
-from dotmoe.run_folder import export_folder
 from dotmoe.tables import Table, to_rich
 
 Config = TypeVar("Config")
@@ -240,33 +238,15 @@ def run_export(line: Line) -> None:
     with Progress().bar("export") as update:
         record = reexport(config, update)
     split = f"{record.active_experts} of {record.num_experts} experts"
+    if config.in_place:
+        active = f"{record.parameters['active']:,} parameters active."
+        _show(f"{config.run}: {split} run per token, {active}", *map("- {}".format, record.notes))
+        return
     was_run = (record.verification or {}).get("run", True)  # None: a GGUF without llama.cpp
     verified = "verified" if was_run else "its bytes verified; not run without llama-cpp-python"
     _show(
         f"{config.out}: {record.format}, {split if record.num_experts else 'dense'}, "
         f"{record.total_bytes:,} bytes in {record.dtype}, {verified}.",
-        *(f"- {note}" for note in record.notes),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EditConfig:
-    """What to change in an export; its weights stay the same."""
-
-    export: Annotated[Positional[str], tyro.conf.arg(metavar="EXPORT")]
-    """Exported folder, run folder, or GGUF file."""
-    active_experts: Annotated[int, at_least(1)]
-    """Number of experts to run per token (k), 1 to E."""
-
-
-def run_edit(line: Line) -> None:
-    config = line.config(EditConfig)
-    path = Path(config.export)
-    folder = path.parent if path.suffix == ".gguf" else export_folder(path)
-    record = set_active_experts(folder, config.active_experts)
-    _show(
-        f"{folder}: {record.active_experts} of {record.num_experts} experts run per "
-        f"token, {record.parameters['active']:,} parameters active.",
         *(f"- {note}" for note in record.notes),
     )
 
