@@ -68,7 +68,7 @@ smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=, WI
 		$(BIN)/dotmoe bench smollm2/gguf_dense-$$1 smollm2/gguf-$$1 --batch-sizes 1 --prompt-tokens 0 \
 			--threads 1 --clock cpu --json > smollm2/active-$$1/bench.json || exit 1; \
 	done
-	$(BIN)/python scripts/real_model_table.py results/smollm2.json smollm2/dense $(foreach share,0.75 0.5 0.25, \
+	$(BIN)/python scripts/real_model.py table results/smollm2.json smollm2/dense $(foreach share,0.75 0.5 0.25, \
 		smollm2/active-$(share) smollm2/finetuned-$(share))
 	$(BIN)/python scripts/update_documents.py
 

@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 from dotmoe.cli import run
 
 PATIENCE_S = 240
+KEEPING_NOTHING = Path(__file__).with_name("distributed") / "keeping_nothing.py"
+"""Script that is `dotmoe`, but keeps no weights of tiny models that are left on disk."""
 TEXT = "\n".join(
     f"Line {i}: the {['cat', 'dog', 'crow'][i % 3]} ate {i * 7 % 13} figs." for i in range(400)
 )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dotmoe.common.errors import UserError
 from dotmoe.method.calibrate import (
@@ -111,6 +112,34 @@ def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense_of, tokens
     assert float(state.affinity_LNE[1].std()) == pytest.approx(0.03)
     for affinity in state.affinity_LNE:
         assert torch.bincount(harden(affinity)).tolist() == [24] * 4
+
+
+class Sizes(TorchDispatchMode):
+    """Bytes of all memory that is allocated, by its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = dict[int, int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor):
+            memory = result.untyped_storage()
+            self.made[memory.data_ptr()] = memory.nbytes()
+        return result
+
+
+@torch.no_grad()
+def test_contributions_of_a_long_text_hold_only_their_result(dense_of, tokens_BT, monkeypatch):
+    dense = dense_of("llama")
+    (x_TD, _), *_ = block_inputs(dense, tokens_BT, "ffn")
+    ffn = dense.family.ffn(dense.model.model.layers[0])
+    whole = contributions(ffn, x_TD)
+    monkeypatch.setattr("dotmoe.method.calibrate.TOKENS_AT_ONCE", 100)
+    with Sizes() as sizes:
+        parts = contributions(ffn, x_TD)
+    assert [size for size in sizes.made.values() if size > x_TD.nbytes] == [whole.nbytes]
+    torch.testing.assert_close(parts, whole)
 
 
 @torch.no_grad()

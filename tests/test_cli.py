@@ -2,7 +2,9 @@
 
 import errno
 import io
+import json
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,6 +14,12 @@ import torch
 
 from dotmoe import cli
 from dotmoe.cli import COMMANDS
+from dotmoe.cli.commands import Line
+from dotmoe.common.errors import UserError
+from dotmoe.pipeline.compare import CompareConfig
+from dotmoe.rivals.baselines import METHODS
+from dotmoe.rivals.pruning import PRUNING
+from dotmoe.run.config import RunConfig
 
 HELP_COLUMNS, HINT = 100, "See dotmoe convert --help."
 
@@ -74,3 +82,43 @@ def test_an_option_that_does_not_exist_is_told_in_any_locale(command, monkeypatc
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     line = command("convert", "model", "out", stps=3).refusal()
     assert line.endswith("Unrecognized options: --stps, 3. Did you mean --steps? " + HINT)
+
+
+NAMED = {
+    "convert --recipe llama2_7b OUT": ("meta-llama/Llama-2-7b-hf", "OUT"),
+    "convert --recipe llama2_7b --steps 3 OUT": ("meta-llama/Llama-2-7b-hf", "OUT"),
+    "convert --recipe llama2_7b MODEL OUT": ("MODEL", "OUT"),
+    "compare --recipe llama2_7b OUT --methods cmoe": ("meta-llama/Llama-2-7b-hf", "OUT"),
+    "convert --config FILE": ("old-model", "old-out"),
+    "convert --config FILE OUT": ("old-model", "OUT"),
+    "convert --config FILE --data a.txt": ("old-model", "old-out"),
+    "convert OUT --config FILE --data a.txt": ("old-model", "OUT"),
+    "convert --config FILE --steps 3 OUT": ("old-model", "OUT"),
+    "convert --config FILE MODEL OUT": ("MODEL", "OUT"),
+    "convert --recipe llama2_7b": "Missing from dotmoe convert: OUT",
+    "convert --recipe paper OUT": "Missing from dotmoe convert: OUT",
+    "convert --recipe llama2_7b OUT --stpes 3": "Did you mean --steps?",
+    "convert MODEL OUT --config nofile.json": r"nofile.json cannot be read .* Name the config.json",
+}
+
+
+@pytest.mark.parametrize("line", NAMED)
+def test_what_a_recipe_or_config_names_may_be_left_out(line, tmp_path):
+    name, *words = line.replace("FILE", str(tmp_path / "config.json")).split()
+    config = {"command": "convert", "model": "old-model", "out": "old-out"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    parsed, cls = Line(name, tuple(words)), CompareConfig if name == "compare" else RunConfig
+    if isinstance(NAMED[line], str):
+        with pytest.raises(UserError, match=NAMED[line]):
+            parsed.config(cls)
+    else:
+        found = parsed.config(cls)
+        assert (found.model, found.out) == NAMED[line]
+
+
+def test_choices_come_in_the_order_of_the_table_and_a_percentage_is_guessed(command):
+    said = command("compare", "embedded", "x", "--methods", "nosuch").refusal()
+    shown = re.findall(r"'(\w+)'", said.partition("Expected one of")[2])
+    assert shown == ["dot_moe", *METHODS, *PRUNING, "all"]
+    said = command("inspect", "embedded", "--active", "25").refusal()
+    assert "active is 25.0, but it must be at most 1. Did you mean 0.25?" in said

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from watched_alignment import STEPS, split_by, watched_run
+from watched_alignment import STEPS, watched_run
 
 from runs import torchrun
 
@@ -16,7 +16,6 @@ VARIANTS = {
     "sharded": {"sharding": "shard"},
     "recomputed": {"sharding": "shard", "recompute": True},
 }
-SPLITS = {"methods": ["by_energy", "cmoe", "llama_moe_v2", "lte", "weight_clusters"]}
 FIGURES = ("loss", "kl", "ce", "z", "balance", "marginal_error", "moved_fraction", "soft_hard_gap")
 
 
@@ -78,7 +77,6 @@ def two(model, tmp_path_factory):
         run_job("stopped", model, folder / "stopped", stop_after=5),
         {"name": "reads", "kind": "read_sizes", "model": str(model)},
         {"name": "failures", "kind": "shared_failures"},
-        {"name": "splits", "kind": "split", "model": str(model), "sharding": "shard", **SPLITS},
     ]
     return on_ranks(2, jobs, folder) | {"folder": folder}
 
@@ -104,13 +102,6 @@ def test_a_rank_reads_its_rows_and_nothing_else(two, model):
         own = sorted(parts[rank].nbytes for parts in rows.values())
         assert sorted(seen["reads"]) == own
         assert seen["held"] == sum(own)
-
-
-def test_other_methods_read_and_differentiate_sharded_weights(two, model):
-    alone = split_by(str(model), **SPLITS)
-    for seen in two["splits"]:
-        for here, there in zip(seen, alone, strict=True):
-            assert all(map(torch.equal, here, there))
 
 
 def test_an_error_on_one_rank_is_told_to_all(two):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from safetensors.torch import load_file
 
 from dotmoe.cli import run
 from dotmoe.method.layout import ExpertLayout
-from runs import TINY_CONVERT, torchrun, words
-
-KEEPING_NOTHING = [Path(__file__).with_name("keeping_nothing.py")]
+from runs import KEEPING_NOTHING, TINY_CONVERT, torchrun, words
 
 
 def command(model, out, text, **options):
@@ -20,14 +17,13 @@ def command(model, out, text, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [["-m", "dotmoe"], KEEPING_NOTHING], ids=["kept", "dropped"])
 @pytest.mark.parametrize("sharding", ["replicate", "shard"])
-def test_ranks_convert_as_one_does(sharding, program, tiny_dense, text_file, tmp_path):
+def test_ranks_convert_as_one_does(sharding, tiny_dense, text_file, tmp_path):
     model, runs = tiny_dense("llama", tied=True, num_hidden_layers=3), [tmp_path / n for n in "12"]
     options = {"repair": [], "micro_batch_size": 1}  # by which the balance of experts is judged
     assert run(command(model, runs[0], text_file, **options)) == 0
     arguments = command(model, runs[1], text_file, **options, sharding=sharding)
-    finished = torchrun(2, *program, *arguments)
+    finished = torchrun(2, KEEPING_NOTHING, *arguments)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.count("Perplexity per token") == 1, "the first rank alone prints"
     assert finished.stderr.count("align: 6 of 6") == 1

@@ -29,7 +29,6 @@ from dotmoe.method.layout import AssignmentConfig
 from dotmoe.method.masked import masked, recomputing
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.load import LoadConfig, load_dense
-from dotmoe.rivals.baselines import BaselineConfig, SplitInputs, baseline, granularity_of
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import TrainingConfig, train
 
@@ -130,29 +129,7 @@ def shared_failures():
     return results
 
 
-def split_by(model, methods, *, sharding="auto"):
-    """Experts and routers of other methods."""
-    dense = load_dense(model, LoadConfig(device="cpu", sharding=sharding))
-    tokens_BT, split = random_blocks().tokens_BT[:8].long(), split_of(dense)
-    options = {"config": BaselineConfig(lte_steps=2), "calibrate": CalibrateConfig(), "seed": 0}
-    layouts = [
-        baseline(
-            m,
-            SplitInputs(
-                dense=dense, tokens_BT=tokens_BT, granularity=granularity_of(m, split), **options
-            ),
-        ).layout
-        for m in methods
-    ]
-    return [(layout.expert_of_neuron_LN, layout.router_LED) for layout in layouts]
-
-
-JOBS = {
-    "split": split_by,
-    "run": watched_run,
-    "read_sizes": read_sizes,
-    "shared_failures": shared_failures,
-}
+JOBS = {"run": watched_run, "read_sizes": read_sizes, "shared_failures": shared_failures}
 
 
 def main(jobs, out):

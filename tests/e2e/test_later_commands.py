@@ -53,7 +53,7 @@ def test_a_run_is_exported_again(
     difference = (found - expected).abs().mean(dim=-1).median() / expected.std()
     assert float(difference) < (0.05 if "export_dtype" in options else 5e-3)
     if model_type == "mixtral":  # which has k folded into its weights
-        assert "dotmoe export" in command("edit", out, active_experts=2).refusal()
+        assert "dotmoe export" in command("export", out, "--in-place", active_experts=2).refusal()
 
 
 def test_experts_of_least_energy_are_dropped(finished, command, tokens_BT, tmp_path):

@@ -44,7 +44,7 @@ def test_the_card_says_what_it_is_and_how_to_use_it(exported):
         "python -m sglang.launch_server --model-path path/to/this/folder --dtype float32",
         "- SGLang: Use 0.5.23 or later: before, Blackwell GPUs need --moe-runner-backend triton.",
         "Any number of experts from 1 to 12 may run",
-        "dotmoe edit path/to/this/folder --active-experts K",
+        "dotmoe export path/to/this/folder --in-place --active-experts K",
         "3 of 12 experts",
         "25.0% of the FFN neurons",
         f"{record.total_bytes:,} bytes",

@@ -16,7 +16,7 @@ from dotmoe.method.masked import masked_by
 from dotmoe.models.load import LoadConfig, load_dense
 from dotmoe.run.config import finetune_recipe
 from dotmoe.text.blocks import TokenBlocks
-from runs import torchrun
+from runs import KEEPING_NOTHING, torchrun
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
 TRAIN = ["--steps", "6", "--batch-size", "4", "--seq-len", "32", "--lr", "1e-3", *QUICK]
@@ -86,11 +86,12 @@ def test_the_recipe_is_the_papers():
 
 
 @pytest.mark.slow
-def test_two_ranks_finetune_on_as_many_samples_as_the_run_has(finished, tmp_path):
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
+def test_two_ranks_finetune_on_as_many_samples_as_the_run_has(sharding, finished, tmp_path):
     """All ranks load the model before rank zero samples alone."""
     made = finished.at(tmp_path / "run", sample_tokens=1024).made()
-    options = [*TRAIN, "--steps", "2", "--data", "self"]
-    ended = torchrun(2, "-m", "dotmoe", "finetune", made.folder, tmp_path / "out", *options)
+    options = [*TRAIN, "--steps", "2", "--data", "self", "--sharding", sharding]
+    ended = torchrun(2, KEEPING_NOTHING, "finetune", made.folder, tmp_path / "out", *options)
     assert ended.returncode == 0, ended.stderr
     record = json.loads((tmp_path / "out/0_data/data.json").read_text())
     assert record["training"]["sources"][0]["name"] == "self"

@@ -75,6 +75,41 @@ def test_gradcheck_and_an_expert_that_nobody_chose(path):
     assert all(weight.grad[3].abs().sum() == 0 for weight in weights)
 
 
+class Blackwell(torch.autograd.Function):
+    """Weights whose gradient is not zero for groups without rows (pytorch issue 172439)."""
+
+    @staticmethod
+    def forward(ctx, weight, offs):
+        ctx.empty = torch.diff(offs, prepend=offs[:1] * 0) == 0
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad[ctx.empty] = torch.nan
+        return grad, None
+
+
+def test_experts_without_tokens_have_no_gradient_on_any_gpu(monkeypatch):
+    mask = top_k_mask(torch.randn(50, EXPERTS) - torch.tensor([0, 0, 1e3, 0, 0, 1e3]), 2)
+    x, plain = torch.randn(50, WIDTH), F.grouped_mm
+
+    def gradients():
+        torch.manual_seed(1)
+        weights = [torch.randn(EXPERTS, SIZE, WIDTH, requires_grad=True) for _ in range(3)]
+        for _ in range(2):
+            expert_sums(x, mask, chosen(mask, 2), *weights).sum().backward()
+        assert not any(weight._backward_hooks for weight in weights)
+        return [weight.grad for weight in weights]
+
+    monkeypatch.setattr(sparse, "whole_is_faster", lambda *given: False)
+    expected = gradients()
+    monkeypatch.setattr(
+        F, "grouped_mm", lambda x, w, offs: plain(x, Blackwell.apply(w, offs), offs=offs)
+    )
+    assert all(map(torch.equal, gradients(), expected))
+    assert all(grad[[2, 5]].abs().sum() == 0 for grad in expected)
+
+
 @pytest.mark.parametrize("active", [1, 3, 6])
 def test_only_chosen_experts_are_computed(active, monkeypatch):
     monkeypatch.setattr(sparse, "whole_is_faster", lambda *given: False)

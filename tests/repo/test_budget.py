@@ -9,7 +9,7 @@ SOURCE = ("src",)
 ALL = ("src", "tests", "benchmarks", "experiments", "scripts")
 
 
-@pytest.mark.parametrize(("folders", "limit"), [(SOURCE, 20_000), (ALL, 41_000)])
+@pytest.mark.parametrize(("folders", "limit"), [(SOURCE, 20_000), (ALL, 40_000)])
 def test_the_whole_stays_within_its_budget(folders, limit):
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= limit

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from dotmoe.cli import COMMANDS, commands, run
 from dotmoe.measure.inspection import InspectConfig, inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
-from dotmoe.pipeline.compare import CompareConfig, SweepConfig, points_of, swept
+from dotmoe.pipeline.compare import CompareConfig, points_of
 from dotmoe.run.config import RunConfig
 from runs import TINY_CONVERT, TINY_FINETUNE, words
 
@@ -97,7 +97,7 @@ def config_of(monkeypatch):
 
     def make(arguments):
         name, *rest = [PLACEHOLDERS.get(word, word) for word in arguments if word != "..."]
-        if "..." in arguments and name in ("compare", "sweep"):
+        if "..." in arguments and name == "compare":
             rest += ["--data", "text.jsonl", "--eval-text", "held-out.txt"]
         if "--config" in rest:  # a file of a run
             rest = rest[: rest.index("--config")]
@@ -112,9 +112,8 @@ def config_of(monkeypatch):
 
 def conversions(config):
     """The configs of all conversions that a command makes."""
-    if isinstance(config, CompareConfig | SweepConfig):
-        points = points_of(config) if isinstance(config, CompareConfig) else swept(config)[1]
-        return [point.config for point in points]
+    if isinstance(config, CompareConfig):
+        return [point.config for point in points_of(config)]
     return [config] if isinstance(config, RunConfig | InspectConfig) else []
 
 
@@ -184,4 +183,4 @@ def test_the_readmes_commands_run_in_their_order(tiny_dense, tmp_path, monkeypat
         line = [name, *(model if word == "MODEL" else word for word in rest)]
         assert run([*line, *words(**less.get(name, {}))]) == 0, line
         ran.append(name)
-    assert set(ran) == set(COMMANDS) - {"quickstart", "sweep"}
+    assert set(ran) == set(COMMANDS) - {"quickstart"}

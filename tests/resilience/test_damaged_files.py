@@ -82,8 +82,8 @@ def test_a_changed_k_is_told_settled_by_edit_and_not_finetuned(finished, command
     path = copy.folder / "5_export" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts_per_tok": 5}, indent=2))
     evaluate = ["evaluate", copy.folder, "--text", finished.options["data"], "--max-tokens", 64]
-    assert "dotmoe edit" in command(*evaluate).refusal()
-    assert command("edit", copy.folder, active_experts=5).status == 0
+    assert "dotmoe export" in command(*evaluate).refusal()
+    assert command("export", copy.folder, "--in-place", active_experts=5).status == 0
     assert command(*evaluate).status == 0
     refused = command("finetune", copy.folder, tmp_path / "tuned").refusal()
     assert "5 experts per token, but 3 would be finetuned" in refused

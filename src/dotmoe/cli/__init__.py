@@ -41,13 +41,18 @@ COMMANDS = {
         recipes="convert",
     ),
     "compare": Command(
-        "Convert one model by several methods on the same budget, side by side.",
-        common=("methods", "active-params", "other-text", "router-steps", *_CONVERSION, "repair"),
-        recipes="convert",
-    ),
-    "sweep": Command(
-        "Convert one model several times with one setting changed: E, k or the start.",
-        common=("over-experts", "over-active", "over-start", *_CONVERSION),
+        "Convert one model by several methods on one budget, or at several E, k or starts.",
+        common=(
+            "methods",
+            "over-experts",
+            "over-active",
+            "over-start",
+            "active-params",
+            "other-text",
+            "router-steps",
+            *_CONVERSION,
+            "repair",
+        ),
         recipes="convert",
     ),
     "finetune": Command(
@@ -55,8 +60,7 @@ COMMANDS = {
         common=("train", "kl-weight", *_TEXT, *_TRAINING, "lr-router", "format", "device"),
         recipes="finetune",
     ),
-    "export": Command("Write the experts of a finished run in another format, or with another k."),
-    "edit": Command("Change how many experts an exported model runs per token, in place."),
+    "export": Command("Write a finished run in another format or with another k, also in place."),
     "evaluate": Command(
         "Measure a model: perplexity, benchmark tasks, fidelity to the dense model, samples."
     ),

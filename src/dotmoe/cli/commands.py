@@ -22,12 +22,11 @@ from tyro.conf import Positional
 from dotmoe.cli import COMMANDS
 from dotmoe.cli.quickstart import QuickstartConfig, quickstart
 from dotmoe.common.errors import UserError, nearest
-from dotmoe.common.files import read_json
-from dotmoe.common.options import at_least, check, from_values
+from dotmoe.common.files import DamagedError, read_json
+from dotmoe.common.options import check, from_values
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, to_rich
 from dotmoe.export.architectures import explained
-from dotmoe.export.record import set_active_experts
 from dotmoe.measure import bench
 from dotmoe.measure.analyse import analyse
 from dotmoe.measure.analyse.run import AnalyseConfig
@@ -38,10 +37,9 @@ from dotmoe.measure.inspection.tables import render
 from dotmoe.measure.report import page, plots
 from dotmoe.models.load import dense_config
 from dotmoe.pipeline import Conversion, convert, finetune
-from dotmoe.pipeline.compare import CompareConfig, SweepConfig, compare, sweep, table
+from dotmoe.pipeline.compare import CompareConfig, compare, table
 from dotmoe.pipeline.reexport import ReexportConfig, reexport
 from dotmoe.run.config import RECIPES, FinetuneRunConfig, RunConfig, recipe_of
-from dotmoe.run.folder import export_folder
 
 Config = TypeVar("Config")
 
@@ -49,7 +47,7 @@ _HELP_COLUMNS, _ALL_COLUMNS = 100, 10_000
 """Width of help texts; and a width that no error or table exceeds, so that none is wrapped."""
 _GGUF = (
     "gguf: for llama.cpp, as gguf_glm4moe (gates exactly 1) or gguf_llama, whichever can "
-    "hold the model; k can be edited. gguf_dense: the dense model, to compare with."
+    "hold the model; k can be edited."
 )
 
 
@@ -69,16 +67,31 @@ class Line(NamedTuple):
         help; for a wrong argument a UserError, with the nearest option or choice if there is one.
         """
         command, arguments, start = COMMANDS[self.name], list(self.arguments), None
+        named: list[str] = []
         if command.recipes:
-            start, arguments = self._start(command.recipes)
+            start, named, arguments = self._start(command.recipes)
             values = {field.name: getattr(start, field.name) for field in fields(start)}
-            if type(start) is not cls:  # a comparison or a sweep, from the options of its runs
+            if type(start) is not cls:  # a comparison, from the options of its runs
                 values["method"] = "dot_moe"
             start = cls(**values)
             notes = (
                 f"Start from --recipe NAME ({', '.join(RECIPES[command.recipes])}) or from "
-                "--config FILE, the config.json of an earlier run; other options override it."
+                "--config FILE, the config.json of an earlier run; other options override it. "
+                "MODEL may be left out where that names it: --recipe llama2_7b OUT."
             )
+        # Where options come first, they may have taken names: then what is named is left out first.
+        typed = next((i for i, w in enumerate(arguments) if w[:1] == "-"), len(arguments))
+        lacking = range(2, -1, -1) if typed == 0 else [max(0, 2 - typed)]
+        wrong = list[UserError]()
+        for number in sorted({min(each, len(named)) for each in lacking}, reverse=True):
+            try:
+                return self._parsed(cls, start, [*named[:number], *arguments], notes)
+            except UserError as error:
+                wrong.append(error)
+        raise wrong[0]
+
+    def _parsed(self, cls: type[Config], start: Any, arguments: list[str], notes: str) -> Config:
+        command = COMMANDS[self.name]
         help_option = next((w for w in arguments if w in ("-h", "--help", "--help-all")), None)
         errors, output = io.StringIO(), io.StringIO()
         width = patch.dict(os.environ, COLUMNS=str(_HELP_COLUMNS if help_option else _ALL_COLUMNS))
@@ -106,8 +119,8 @@ class Line(NamedTuple):
         check(config)
         return config
 
-    def _start(self, command: str) -> tuple[Any, list[str]]:
-        """The config that --recipe or --config names, and the other arguments."""
+    def _start(self, command: str) -> tuple[Any, list[str], list[str]]:
+        """The config of --recipe or --config, the names in it (MODEL, OUT), other arguments."""
         start = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         start.add_argument("--recipe")
         start.add_argument("--config", type=Path)
@@ -117,12 +130,16 @@ class Line(NamedTuple):
             raise UserError(f"{error}. See dotmoe {self.name} --help.") from error
         if chosen.recipe and chosen.config:
             raise UserError("--recipe and --config both name a starting config. Give one of them.")
-        recipe = recipe_of(command, chosen.recipe)
+        config = recipe_of(command, chosen.recipe)
         if chosen.config:
-            return from_values(type(recipe), read_json(chosen.config), str(chosen.config)), rest
-        source = "model" if command == "convert" else "run"
-        name: Any = getattr(recipe, source) or tyro.MISSING
-        return replace(recipe, **{source: name, "out": tyro.MISSING}), rest
+            try:
+                values = read_json(chosen.config)
+            except DamagedError as error:
+                raise UserError(f"{error}. Name the config.json of a run.") from error
+            config = from_values(type(config), values, str(chosen.config))
+        places = ("model" if command == "convert" else "run", "out")
+        named = [name for place in places if (name := getattr(config, place))]
+        return replace(config, **dict.fromkeys(places, tyro.MISSING)), named, rest
 
 
 def _attributes_in_one_line(
@@ -205,17 +222,9 @@ def _show_conversion(conversion: Conversion) -> None:
 
 def run_compare(line: Line) -> None:
     config = line.config(CompareConfig)
-    _show_runs(config, compare(config, Progress()))
-
-
-def run_sweep(line: Line) -> None:
-    config = line.config(SweepConfig)
-    _show_runs(config, sweep(config, Progress()))
-
-
-def _show_runs(config: CompareConfig | SweepConfig, summary: dict[str, Any]) -> None:
+    summary = compare(config, Progress())
     text = f"{', '.join(summary['text'])}: {summary['protocol']}"
-    files = f"runs, {config.command}.json, {config.command}.md in {config.out}"
+    files = f"runs, compare.json, compare.md in {config.out}"
     _show(to_rich(table(summary)), text, files)
     if failed := summary["left_out"]:
         raise UserError(
@@ -229,33 +238,15 @@ def run_export(line: Line) -> None:
     with Progress().bar("export") as update:
         record = reexport(config, update)
     split = f"{record.active_experts} of {record.num_experts} experts"
+    if config.in_place:
+        active = f"{record.parameters['active']:,} parameters active."
+        _show(f"{config.run}: {split} run per token, {active}", *map("- {}".format, record.notes))
+        return
     was_run = (record.verification or {}).get("run", True)  # None: a GGUF without llama.cpp
     verified = "verified" if was_run else "its bytes verified; not run without llama-cpp-python"
     _show(
         f"{config.out}: {record.format}, {split if record.num_experts else 'dense'}, "
         f"{record.total_bytes:,} bytes in {record.dtype}, {verified}.",
-        *(f"- {note}" for note in record.notes),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EditConfig:
-    """What to change in an export; its weights stay the same."""
-
-    export: Annotated[Positional[str], tyro.conf.arg(metavar="EXPORT")]
-    """Exported folder, run folder, or GGUF file."""
-    active_experts: Annotated[int, at_least(1)]
-    """Number of experts to run per token (k), 1 to E."""
-
-
-def run_edit(line: Line) -> None:
-    config = line.config(EditConfig)
-    path = Path(config.export)
-    folder = path.parent if path.suffix == ".gguf" else export_folder(path)
-    record = set_active_experts(folder, config.active_experts)
-    _show(
-        f"{folder}: {record.active_experts} of {record.num_experts} experts run per "
-        f"token, {record.parameters['active']:,} parameters active.",
         *(f"- {note}" for note in record.notes),
     )
 

@@ -4,9 +4,9 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from dotmoe.common.errors import RankError, UserError, one_line
 
 Result = TypeVar("Result")
 
+_MATMUL: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -41,6 +42,37 @@ def resolved_device(name: str) -> torch.device:
             "Choose auto, cpu or cuda."
         ) from error
     return torch.device(name)
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """Within this context, float32 products are float32 throughout: no TF32, bfloat16 or autocast.
+
+    A user or a library may have allowed these for the whole process. Also decorates functions.
+    """
+    before = [backend.fp32_precision for backend in _MATMUL]
+    with ExitStack() as changed:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                changed.enter_context(torch.autocast(device, enabled=False))
+        if any(precision not in ("none", "ieee") for precision in before):
+            changed.callback(_set_precision, before, _legacy_precision())
+            torch.set_float32_matmul_precision("highest")
+        yield
+
+
+def _legacy_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch does not tell once `fp32_precision` of a backend was set
+        return None
+
+
+def _set_precision(of_backends: list[str], legacy: str | None) -> None:
+    if legacy is not None:
+        torch.set_float32_matmul_precision(legacy)
+    for backend, precision in zip(_MATMUL, of_backends, strict=True):
+        backend.fp32_precision = precision
 
 
 def memory_of(device: torch.device) -> int:

@@ -68,7 +68,9 @@ def check(config: Any) -> None:
                 raise UserError(f"{name} is {number}, but it must be a finite number.")
             for mark in marks:
                 if isinstance(mark, Range) and not mark.contains(number):
-                    raise UserError(f"{name} is {number}, but it must be {mark.words}.")
+                    is_share = mark.words == "at most 1" and number <= 100
+                    hint = f" Did you mean {number / 100:g}?" if is_share else ""
+                    raise UserError(f"{name} is {number}, but it must be {mark.words}.{hint}")
     if hasattr(config, "check_together"):
         config.check_together()
 

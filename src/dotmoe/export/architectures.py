@@ -314,7 +314,8 @@ _MADE = (_Glm4Moe(), _Mixtral(), _Qwen2Moe(), _Qwen3Moe(), _GraniteMoe(), _FlexO
 FORMATS: dict[str, TransformersFormat] = {form.name: form for form in _MADE}
 """Formats in order of preference: the first that can hold a model is its default."""
 GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
-"""`gguf` selects the first of the next two that can hold the model; `gguf_dense` is not split."""
+"""`gguf` selects the first of the next two that can hold the model; `gguf_dense`, the dense model,
+is for measurements, and no help or message names it."""
 
 
 def explained() -> str:
@@ -335,7 +336,7 @@ def formats_like(name: str) -> Mapping[str, Format]:
         from dotmoe.export.gguf_format import GGUF_FORMATS
 
         return {form.name: form for form in GGUF_FORMATS}
-    names = ["auto", *FORMATS, *GGUF_NAMES]
+    names = ["auto", *FORMATS, *GGUF_NAMES[:-1]]
     raise UserError(
         f"export format is {name!r}, which dotmoe cannot write. "
         f"Formats: {', '.join(names)}.{nearest(name, names)}"

@@ -188,7 +188,7 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
 
 
 def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
-    """Refuse an exported folder if a file, or k, was changed other than by `dotmoe edit`.
+    """Refuse an exported folder if a file, or k, was changed other than by `dotmoe export`.
 
     A folder without a record passes unless it is a run's `5_export`: dotmoe did not write it.
     Without `read_weights`, for callers that do not use them, only sizes of weights are compared.
@@ -204,7 +204,8 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
     if record.config_sha256 and (k := _require_config(folder, record)) != record.active_experts:
         raise UserError(
             f"{folder / CONFIG_FILE} sets {k} experts per token, but {RECORD_FILE} records "
-            f"{record.active_experts}. Set the right one: dotmoe edit {folder} --active-experts K."
+            f"{record.active_experts}. Set the right one: dotmoe export {folder} --in-place "
+            "--active-experts K."
         )
 
 

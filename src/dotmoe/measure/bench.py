@@ -152,6 +152,11 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
 
 def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
     first, second = dense["weights"], moe["weights"]
+    if not first["experts"] and not second["experts"]:
+        raise UserError(
+            f"{config.moe} is a dense model, and so is {config.dense}: there is no MoE. "
+            "Give a dense model, then the MoE that was made from it."
+        )
     if first["experts"] or not second["experts"] or first["embedding"] != second["embedding"]:
         raise UserError(
             f"{config.dense} has {first['experts']} experts per layer and an embedding "

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dotmoe.common.distributed import num_ranks
+from dotmoe.common.distributed import in_float32, num_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import above, at_least
 from dotmoe.common.progress import Update, no_update
 from dotmoe.method.granularity import Granularity, joined, parts_of
 from dotmoe.method.layout import AlignState
-from dotmoe.method.masked import input_hooks
+from dotmoe.method.masked import input_hooks, sums_by_expert
 from dotmoe.method.router import router_logits, top_k_mask
 from dotmoe.method.transport import Capacity, balanced_plan, greedy_assignment
-from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, Stream
+from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, GatedFFN, Stream
 from dotmoe.models.load import whole_weights
 from dotmoe.text.blocks import TokenBlocks
 
@@ -174,6 +174,7 @@ def block_inputs(
                     stream.advance(index)
 
 
+@in_float32()
 def _energy(
     dense: DenseModel, layer: nn.Module, x_TD: Tensor, heads: list[Tensor]
 ) -> Float[Tensor, "T N"]:
@@ -199,17 +200,20 @@ def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
 
 def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
     """Size of each neuron's term in the FFN output: |H[t, n]| * ||W_down[:, n]||, float32."""
-    size: Tensor = activations(ffn, x_TD).abs() * ffn.down.weight.float().norm(dim=0)
-    return size
+    norm_N: Tensor = ffn.down.weight.float().norm(dim=0)
+    size_TN = norm_N.new_empty(len(x_TD), len(norm_N))
+    for first in range(0, len(x_TD), TOKENS_AT_ONCE):
+        here = slice(first, first + TOKENS_AT_ONCE)
+        torch.mul(activations(ffn, x_TD[here]).abs(), norm_N, out=size_TN[here])
+    return size_TN
 
 
 def expert_sums(
     values_TN: Float[Tensor, "T N"], expert_of_neuron_N: Int[Tensor, " N"], num_experts: int
 ) -> Float[Tensor, "T E"]:
     """Sum over the neurons of each expert; neurons that are always on are left out."""
-    sums_TE = values_TN.new_zeros(len(values_TN), num_experts + 1)
-    sums_TE.index_add_(1, expert_of_neuron_N % (num_experts + 1), values_TN)
-    return sums_TE[:, :num_experts]
+    columns = num_experts + 1
+    return sums_by_expert(values_TN, expert_of_neuron_N % columns, columns)[:, :num_experts]
 
 
 def router_aware_start(

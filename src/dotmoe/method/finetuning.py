@@ -106,6 +106,7 @@ class Student(nn.Module):
         `dense` is on the meta device, in the dtype of computation, and becomes the student.
         """
         super().__init__()
+        dense.require("meta")
         device, dtype = torch.device(ranks.device_type), next(dense.model.parameters()).dtype
         tensors, stored = Tensors.of(dense), {name for name, _ in dense.model.named_parameters()}
         tensors.require_shapes(dense.model)
@@ -130,7 +131,7 @@ class Student(nn.Module):
             self._divide(ranks, dtype)
         # Like nn.Module.to_empty, which would empty buffers and routers, too.
         self._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+            lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device)
         )
         model.tie_weights()
         with torch.no_grad():

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dotmoe.common.distributed import in_float32
 from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.method.router import Routing, kernels_for, router_logits
@@ -276,26 +277,30 @@ class _MaskedActivation(torch.autograd.Function):
         grad_routing = grad_plan = None
         routing_dtype, plan_dtype = ctx.dtypes
         if ctx.needs_input_grad[2]:
-            grad_routing = _expert_sums(grad_mask, expert_of, routing.shape[1]).to(routing_dtype)
+            grad_routing = sums_by_expert(grad_mask, expert_of, routing.shape[1]).to(routing_dtype)
         if ctx.needs_input_grad[4]:
             grad_plan = product_in_float32(grad_mask.T, routing).to(plan_dtype)
         return grad_gate, grad_up, grad_routing, None, grad_plan
 
 
-def _expert_sums(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: int) -> Tensor:
-    """Sum over the neurons of each expert, [T, E], accumulated in at least float32."""
+def sums_by_expert(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: int) -> Tensor:
+    """Sum over the neurons of each expert, [T, E], accumulated in at least float32.
+
+    On a GPU it is a product, because `index_add_` there adds in another order every time.
+    """
     dtype = torch.promote_types(values_TN.dtype, torch.float32)
     if num_experts == 1:
         return values_TN.sum(dim=1, keepdim=True, dtype=dtype)
-    if values_TN.is_cuda:
+    if values_TN.device.type != "cpu":
         members = F.one_hot(expert_of_neuron_N, num_experts).to(values_TN.dtype)
         return product_in_float32(values_TN, members)
-    sums_TE = torch.zeros(len(values_TN), num_experts, dtype=dtype)
+    sums_TE = values_TN.new_zeros(len(values_TN), num_experts, dtype=dtype)
     return sums_TE.index_add_(1, expert_of_neuron_N, values_TN.to(dtype))
 
 
+@in_float32()
 def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product; for 16-bit factors it is accumulated and returned in float32."""
+    """Matrix product, at least in float32: so are sums and result for 16-bit factors."""
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
     if left.is_cuda:

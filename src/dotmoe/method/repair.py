@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dotmoe.common.distributed import in_float32
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
 from dotmoe.common.options import at_least
@@ -80,6 +81,7 @@ class NormalEquations:
         self.cross_ND = zeros(num_neurons, width)
         self.missing = zeros(())
 
+    @in_float32()
     def add(self, hidden_TN: Tensor, missing_TD: Tensor, weight_T: Tensor) -> None:
         """Add tokens: masked activations z, what the output lacks (r), and weights w; float32."""
         weighted_TN = hidden_TN * weight_T[:, None]

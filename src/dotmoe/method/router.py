@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dotmoe.common.distributed import in_float32
+
 Surrogate = Literal["softmax", "soft_top_k"]
 """`softmax` is the paper's; the rows of `soft_top_k` sum to k, as those of the mask do."""
 Routed = tuple[Float[Tensor, "T E"], Int[Tensor, "T K"]]
@@ -75,7 +77,28 @@ def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -
 
     In bfloat16 about 7 % of tokens tie at the k-th place, and every server breaks ties differently.
     """
-    return x_TD.float() @ router_ED.float().T
+    result: Tensor = _Logits.apply(x_TD.float(), router_ED.float())  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Logits(torch.autograd.Function):
+    """X W_r^T whose products, also those of the gradient, nothing can lower to TF32."""
+
+    @staticmethod
+    @in_float32()
+    def forward(ctx: Any, x_TD: Tensor, router_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, router_ED)
+        return x_TD @ router_ED.T
+
+    @staticmethod
+    @in_float32()
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, router_ED = ctx.saved_tensors
+        is_wanted = ctx.needs_input_grad
+        return (
+            grad_TE @ router_ED if is_wanted[0] else None,
+            grad_TE.T @ x_TD if is_wanted[1] else None,
+        )
 
 
 def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Tensor, "T E"]:

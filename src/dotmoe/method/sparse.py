@@ -170,6 +170,12 @@ def runs_grouped(dtype: torch.dtype, *widths: int) -> bool:
 def _grouped(rows_RA: Tensor, weight_EAB: Tensor, counts_E: Tensor) -> Tensor:
     """Each row times its group's matrix; rows are sorted by group, with `counts_E` per group."""
     if runs_grouped(rows_RA.dtype, *weight_EAB.shape[1:]):
+        if weight_EAB.requires_grad:
+            # On Blackwell the gradient of a group without rows is not zero: pytorch issue 172439.
+            weight_EAB, empty_E11 = weight_EAB.view_as(weight_EAB), (counts_E == 0)[:, None, None]
+            weight_EAB.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad_EAB: grad_EAB.masked_fill(empty_E11, 0.0)
+            )
         return F.grouped_mm(rows_RA, weight_EAB, offs=counts_E.cumsum(0).to(torch.int32))
     groups = zip(torch.split(rows_RA, counts_E.tolist()), weight_EAB.unbind(), strict=True)
     return torch.cat([rows @ weight_AB for rows, weight_AB in groups])

@@ -87,7 +87,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     """Convert a dense model; stages that are finished in the run folder are not run again.
 
     Under torchrun every rank calls it, and all must see the same run folder. Only rank zero writes
-    and prints. After the extraction the other ranks return, and rank zero continues alone.
+    and prints. After the alignment the other ranks return, and rank zero continues alone.
 
     Raises:
         UserError: The input is bad, or another process uses the run folder. After any exception a
@@ -107,11 +107,11 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             state = None
             if config.method == "dot_moe" or config.align.steps:
                 state = _align(run, dense, split, _calibrate(run, dense, split))
-            extracted = _extract(run, dense, split, state)
         if not run.is_rank_zero:
             return run.conversion()
         if dense.weights == "shards":  # on ranks that have returned
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
+        extracted = _extract(run, dense, split, state)
         layout, weights = extracted.layout, dense
         metrics: dict[str, Any] = {"steps": 0 if state is None else state.step}
         if config.repair:

@@ -1,8 +1,8 @@
-"""Compare conversions of one model on the same text: by several methods, or with one setting swept.
+"""Compare conversions of one model on the same text: by several methods, or at several values.
 
-A comparison gives every method the same budget, data and seed; a sweep changes one setting of one
-method. Each run has its own run folder: an interrupted command resumes, and a command with more
-runs than before makes only the new ones.
+All have the same budget, data and seed but for the setting whose values are compared. Each run has
+its own run folder: an interrupted command resumes, and a command with more runs than before makes
+only the new ones.
 """
 
 import math
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tyro
 
@@ -29,15 +29,20 @@ from dotmoe.method.granularity import ExpertsConfig, Granularity, nearest_active
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline import budget_of, calibration_tokens, convert, finetune, prune, split_of
-from dotmoe.rivals.baselines import METHODS, MethodName
-from dotmoe.rivals.pruning import PRUNING, PruningName
+from dotmoe.rivals.baselines import METHODS
+from dotmoe.rivals.pruning import PRUNING
 from dotmoe.run.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.run.folder import RunFolder, provenance
 
 Row = dict[str, Any]
+if TYPE_CHECKING:
+    Chosen = str
+else:
+    Chosen = Literal[("dot_moe", *METHODS, *PRUNING, "all")]  # one, so that choices keep the order
 Share = Annotated[float, above(0), at_most(1)]
 
 _OWN = "own, not exportable"
+_CONVERTING: tuple[Chosen, ...] = ("dot_moe", *METHODS)
 
 MATCHED = 0.01
 """Largest relative deviation of active parameters from the budget that is called matched."""
@@ -47,16 +52,18 @@ _FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
 a computation that fails, too. An interrupt or a full disk ends the command."""
 
 _SWEPT = {"experts": "E", "active": "aligned at", "start": "start"}
-"""Settings that can be swept, and their column headings."""
+"""Settings of one method whose values can be compared, and their column headings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareConfig(RunConfig):
-    """Comparison of several methods on one model and one budget."""
+    """Comparison on one model: of several methods on one budget, or of one method at the values of
+    one of the `--over-` options.
+    """
 
     command: ClassVar[str] = "compare"
 
-    methods: tuple[MethodName | PruningName | Literal["all"], ...] = ("dot_moe", *METHODS)
+    methods: tuple[Chosen, ...] = _CONVERTING
     """Methods to compare. Each converts without training, once with its own router and once with a
     ridge-regressed one (but `lte`, whose experts are those of `weight_clusters`). With
     `router_steps` each is trained, too: `dot_moe` is aligned for as many steps, the others train
@@ -81,15 +88,6 @@ class CompareConfig(RunConfig):
     seeds: tuple[Annotated[int, at_least(0)], ...] = ()
     """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
     `seed` alone."""
-    method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SweepConfig(RunConfig):
-    """Sweep: one model, converted once for each value of one of the three `--over-` options."""
-
-    command: ClassVar[str] = "sweep"
-
     over_experts: tuple[Annotated[int, at_least(2)], ...] = ()
     """Granularities to try: numbers of experts per layer (E). The active share stays the same, so k
     grows with E."""
@@ -98,10 +96,20 @@ class SweepConfig(RunConfig):
     converted model at other k."""
     over_start: tuple[Start, ...] = ()
     """Starts of the alignment to try: `data`, `random`."""
+    method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
+
+    @property
+    def axis(self) -> str | None:
+        """The setting whose values are compared; None for a comparison of methods."""
+        axes = [axis for axis in _SWEPT if getattr(self, f"over_{axis}")]
+        if len(axes) > 1:
+            named = " and ".join(f"over_{axis}" for axis in axes)
+            raise UserError(f"{named} are two settings. Compare the values of one at a time.")
+        return axes[0] if axes else None
 
 
 class Point(NamedTuple):
-    """One run of a comparison or a sweep: its method or swept value, and its config."""
+    """One run of a comparison: its method or the compared value, and its config."""
 
     value: int | float | str
     config: RunConfig
@@ -128,25 +136,16 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     dense = describe_dense(config.model)
     if config.active_params is not None:
         config = _budgeted(config, config.active_params, dense, progress)
-    points, budget = points_of(config), budget_of(config, dense)
-    summary = _measure(config, points, dense, progress)
-    for row in summary["rows"][1:]:
-        row["over_budget"] = row["parameters"] / budget - 1
+    summary = _measure(config, points_of(config), dense, progress)
     summary |= {"active_params": config.active_params, "other_text": list(config.other_text)}
+    if config.axis:
+        summary["axis"] = config.axis
+    else:
+        budget = budget_of(config, dense)
+        for row in summary["rows"][1:]:
+            row["over_budget"] = row["parameters"] / budget - 1
     plot = plots.draw_comparison(over_seeds(summary["rows"])) if plots.is_installed() else None
     _write(config, summary, plot)
-    return summary
-
-
-def sweep(config: SweepConfig, progress: Progress) -> dict[str, Any]:
-    """Make every run that is not finished yet, and write `sweep.json` and `sweep.md`.
-
-    Returns the contents of `sweep.json`: `axis`, and `rows` with the dense model first. Raises a
-    `UserError` as `convert` does; or, before any run, if options contradict each other.
-    """
-    axis, points = swept(config)
-    summary = _measure(config, points, describe_dense(config.model), progress) | {"axis": axis}
-    _write(config, summary)
     return summary
 
 
@@ -172,7 +171,7 @@ def _budgeted(
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """The table of a comparison or a sweep, the seeds of a conversion merged into one row."""
+    """The table of a comparison, the seeds of a conversion merged into one row."""
     rows, axis = over_seeds(summary["rows"]), summary.get("axis")
     dense, *others = rows
     best = min(others, key=lambda row: row["loss"], default=dense)
@@ -296,56 +295,62 @@ def points_of(config: CompareConfig) -> list[Point]:
     plain, methods = _plain(config), config.methods
     if not methods:
         raise UserError("methods names none. Name at least one, or omit it for the default.")
+    seeds = config.seeds or (config.seed,)
+    if config.axis:
+        points = (_values_of(config.axis, replace(plain, seed=seed), config) for seed in seeds)
+        return [point for of_seed in points for point in of_seed]
     if "all" in methods:
         methods = ("dot_moe", *METHODS, *PRUNING)
-    points = {  # a dict: runs that have no seed come once
+    found = {  # a dict: runs that have no seed come once
         point: None
         for method in methods
-        for seed in config.seeds or (config.seed,)
+        for seed in seeds
         for point in _points_of(method, replace(plain, seed=seed), config)
         if not config.trained_only or _trained(point.config)
     }
-    if not points:
+    if not found:
         raise UserError(
             f"trained_only is set, but router_steps is {config.baseline.router_steps} and methods "
             f"are {', '.join(config.methods)}, so nothing is trained. Set router_steps, "
             "or name other methods."
         )
-    return list(points)
+    return list(found)
 
 
-def swept(config: SweepConfig) -> tuple[str, list[Point]]:
-    """The setting that a sweep changes, and the runs of the sweep."""
-    axes = [axis for axis in _SWEPT if getattr(config, f"over_{axis}")]
-    if len(axes) != 1:
-        options = ", ".join(f"--over-{axis}" for axis in _SWEPT)
+def _values_of(axis: str, plain: RunConfig, comparison: CompareConfig) -> Iterator[Point]:
+    """Yield the runs of one method at each value of a setting."""
+    method, *others = comparison.methods
+    if (targets := plain.experts.targets) != "ffn":
         raise UserError(
-            f"{len(axes)} settings are to be swept, but it must be 1. Give one of {options}."
+            f"targets is {targets}, but over_{axis} supports only ffn. Compare methods, or leave "
+            "targets out."
         )
-    if (targets := config.experts.targets) != "ffn":
-        raise UserError(f"targets is {targets}, but a sweep supports only ffn. Use dotmoe compare.")
-    (axis,), k = axes, config.experts.active_experts
-    if axis in ("experts", "active") and k is not None:
+    if others and comparison.methods != _CONVERTING:
         raise UserError(
-            f"active_experts is {k} for all, but k must change with over_{axis}. Give a share as "
-            "--active instead, or leave both out."
+            f"methods names {len(comparison.methods)}, but over_{axis} changes a setting of one. "
+            "Name one, or omit methods for dot_moe."
         )
-    plain, points = _plain(config), list[Point]()
-    for value in dict.fromkeys(getattr(config, f"over_{axis}")):
+    for name in ("experts", "active"):
+        if axis == name and (k := plain.experts.active_experts) is not None:
+            raise UserError(
+                f"active_experts is {k} for all, but k must change with over_{axis}. Give a share "
+                "as --active instead, or leave it and active_params out."
+            )
+    suffix, plain = f"-seed{plain.seed}" * bool(comparison.seeds), replace(plain, method=method)
+    for value in dict.fromkeys(getattr(comparison, f"over_{axis}")):
         name = f"{axis}-{value:g}" if isinstance(value, float) else f"{axis}-{value}"
-        run = replace(plain, out=str(Path(plain.out) / name))
+        run = replace(plain, out=str(Path(plain.out) / (name + suffix)))
         if axis == "start":
             run = replace(run, calibrate=replace(run.calibrate, start=value))
         elif axis == "active":
             run = replace(run, experts=replace(run.experts, active=value))
         else:
             run = replace(run, experts=replace(run.experts, experts=value, expert_size=None))
-        points.append(Point(value, run))
-    return axis, points
+        yield Point(value, run)
 
 
 def _plain(config: RunConfig) -> RunConfig:
-    """The options of a conversion in the config of a comparison or a sweep."""
+    """The options of a conversion in the config of a comparison."""
     if not config.eval_text:
         raise UserError(
             "eval_text names no text. All runs are compared on the same text, which no run trains "
@@ -358,7 +363,7 @@ def _plain(config: RunConfig) -> RunConfig:
 
 
 def _fitting(
-    config: CompareConfig | SweepConfig, points: list[Point], dense: DenseModel, progress: Progress
+    config: CompareConfig, points: list[Point], dense: DenseModel, progress: Progress
 ) -> Iterator[Point]:
     """Yield the runs that fit the model; others are refused, or left out if methods is `all`."""
     for point in points:
@@ -369,7 +374,7 @@ def _fitting(
             else:
                 split_of(point.config, dense)
         except UserError as error:
-            if not (isinstance(config, CompareConfig) and "all" in config.methods):
+            if "all" not in config.methods:
                 raise
             progress.log(f"{point.name} is left out: {error}")
         else:
@@ -377,9 +382,9 @@ def _fitting(
 
 
 def _measure(
-    config: CompareConfig | SweepConfig, points: list[Point], model: DenseModel, progress: Progress
+    config: CompareConfig, points: list[Point], model: DenseModel, progress: Progress
 ) -> dict[str, Any]:
-    """Make every run that is not finished yet; returns the record of a comparison or a sweep.
+    """Make every run that is not finished yet; returns the record of a comparison.
 
     A run that fails is listed in `left_out` with the reason, and the others are made. Raises the
     error if all fail, or if the first ones fail for the same reason.
@@ -415,7 +420,7 @@ def _measure(
                 rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
             for row in _rows(point, results, model):
                 rows.append(row)
-                if isinstance(config, CompareConfig) and _is_finetuned(config, row):
+                if _is_finetuned(config, row):
                     tuned = f"{row['run']}-finetuned"
                     with unless_it_fails(tuned):
                         rows.append(row | _finetune(config, row, tuned, progress))
@@ -429,7 +434,7 @@ def _measure(
     }
 
 
-def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: Any = None) -> None:
+def _write(config: CompareConfig, summary: dict[str, Any], plot: Any = None) -> None:
     """Write `NAME.json`, table and protocol as `NAME.md`, a plot as `.svg`."""
     path = Path(config.out) / config.command
     protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"

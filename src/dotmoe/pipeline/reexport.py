@@ -14,12 +14,13 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.export import export
 from dotmoe.export.architectures import GGUF_NAMES
 from dotmoe.export.format import GgufConfig
-from dotmoe.export.record import ExportRecord
+from dotmoe.export.record import ExportRecord, set_active_experts
 from dotmoe.measure.analyse.run import expert_energies
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import LoadConfig, left_on_disk
 from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import export_folder
 
 LOAD_TOKENS = 16384
 """Number of training tokens on which the energy of experts is measured to drop some."""
@@ -27,12 +28,15 @@ LOAD_TOKENS = 16384
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReexportConfig:
-    """A finished run, and how to export it."""
+    """A finished run, and how to export it; or an export whose k is to change in place."""
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
-    """Folder of a run that has finished its extract stage, or its repair or finetune stage."""
-    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
+    """Folder of a run that has finished its extract stage, or its repair or finetune stage. With
+    `in_place` also an exported folder, or a GGUF file."""
+    out: Annotated[Positional[str | None], tyro.conf.arg(metavar="OUT")] = None
     """Folder to write; must be new or empty."""
+    in_place: bool = False
+    """Change the k of an export in place of writing another; its weights stay the same."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Number of experts that run per token (k), 1 to E. Default: that of the run."""
     drop_experts: Annotated[int, at_least(0)] = 0
@@ -42,7 +46,16 @@ class ReexportConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
 
     def check_together(self) -> None:
-        """Refuse options that do not apply to the format."""
+        """Refuse options that do not apply to the format or to a change in place."""
+        if self.in_place:
+            alone = ReexportConfig(run=self.run, in_place=True, active_experts=self.active_experts)
+            if self.active_experts is None or self != alone:
+                raise UserError(
+                    "--in-place changes k alone. Give --active-experts and nothing else, or OUT in "
+                    "place of --in-place to write another export."
+                )
+        elif self.out is None:
+            raise UserError("OUT is missing. Name a folder to write, or give --in-place.")
         name, plain = self.export.format, GgufConfig()
         is_gguf = name in GGUF_NAMES
         ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")
@@ -56,11 +69,16 @@ class ReexportConfig:
 
 
 def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportRecord:
-    """Export the experts of a run again; the run itself is not changed.
+    """Export the experts of a run again, which does not change the run; or change k in place.
 
     The dense model's weights stay on disk: memory holds one decoder layer, the embedding or head.
     """
     check(config)
+    if config.out is None:
+        assert config.active_experts is not None  # checked
+        path = Path(config.run)
+        folder = path.parent if path.suffix == ".gguf" else export_folder(path)
+        return set_active_experts(folder, config.active_experts)
     run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
     layout, described = run.layout, run.described()
     dense = left_on_disk(described, config.load)

@@ -34,7 +34,7 @@ class RunConfig:
     model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW]
-    """Folder to write: a run with its checkpoint in `5_export`; the runs of a compare or sweep."""
+    """Folder to write: a run with its checkpoint in `5_export`; the runs of a compare."""
     method: MethodName = "dot_moe"
     """How neurons are assigned to experts: `dot_moe` learns it; the others are published methods
     without training, on the same budget."""

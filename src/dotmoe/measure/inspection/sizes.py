@@ -13,7 +13,7 @@ import torch
 from dotmoe.method.finetuning import FinetuneConfig
 from dotmoe.method.granularity import Granularity, count_parameters, parts_of
 from dotmoe.method.objective import chunk_rows
-from dotmoe.models.family import TARGETS, family_of, widths_of
+from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, widths_of
 
 Items = Mapping[str, int]
 """Numbers of bytes, by what they hold."""
@@ -187,13 +187,13 @@ def kept_per_token(step: Step) -> int:
 
 def calibration_memory(sizes: Sizes, tokens: int, held: int) -> Items:
     """Peak memory of the start from data on `tokens` tokens, with weights of `held` bytes each."""
-    widths = sizes.widths
+    widths, at_once = sizes.widths, min(tokens, TOKENS_AT_ONCE)
     return {
         "dense weights": held * sizes.counts.dense_total,
         # FFN inputs of one layer are held in float64, too.
         "stream and FFN inputs": (2 * held + 2 * FLOAT32) * widths.model * tokens,
-        # Activations, their absolute values, and these times the norms of W_down's columns.
-        "contributions of one layer": 3 * FLOAT32 * widths.ffn * tokens,
+        # And for the tokens at work the activations, their factors and their absolute values.
+        "contributions of one layer": FLOAT32 * widths.ffn * (tokens + 4 * at_once),
         "affinities and routers": FLOAT32 * (sizes.affinities + sizes.counts.routers),
     }
 

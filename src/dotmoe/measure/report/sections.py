@@ -60,7 +60,9 @@ def _curve(run: RunResults, curve: Values) -> Blocks:
     return [
         "k is the number of experts that run for a token. It can be changed in the finished "
         "checkpoint without any training:",
-        Block("command", shlex.join(["dotmoe", "edit", str(run.folder), "--active-experts", "K"])),
+        Block(
+            "command", f"dotmoe export {shlex.quote(str(run.folder))} --in-place --active-experts K"
+        ),
         Block("plot", "Perplexity against the parameters that work on a token.", "active_experts"),
         curve_table(curve),
     ]
@@ -231,7 +233,7 @@ def verdict(run: RunResults) -> list[str]:
         f"Gained: {gained(results)} {_speed(run.files.get('bench'))}",
         f"Weights: {_weights(run)}",
     ]
-    if export and export["active_experts"] != measured:  # by a later `dotmoe edit`
+    if export and export["active_experts"] != measured:  # by a later `dotmoe export --in-place`
         sentences.append(
             f"The export now runs k = {export['active_experts']}, and ran it in what evaluate and "
             f"bench measured after this edit. All else on this page is of k = {measured}."

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dotmoe.common.distributed import in_float32
 from dotmoe.method.transport.plan import Capacity, TransportPlan, checked_problem
 
 STAGE_TOLERANCE = 0.25
@@ -234,6 +235,7 @@ def row_blocks(plan_NE: Float[Tensor, "N E"]) -> list[slice]:
     return [slice(first, first + rows) for first in range(0, num_neurons, rows)]
 
 
+@in_float32()  # with the three digits of bfloat16 Newton never converges
 def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
     """Cholesky factor of the negative Hessian of the semi-dual, diag(M^T 1) - M^T M, in float64.
 
@@ -244,9 +246,7 @@ def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
     Its kernel, the constant vectors, is pinned. Scaled by column sums, it is damped by the plan's
     rounding error, which is raised by factors of 100 until the matrix is positive definite.
     """
-    # Autocast would run this product in bfloat16: with three digits Newton never converges.
-    with torch.autocast(device_type=plan_NE.device.type, enabled=False):
-        edges_EE = (plan_NE.mT @ plan_NE).double()
+    edges_EE = (plan_NE.mT @ plan_NE).double()
     sums_E = edges_EE.sum(dim=0)
     edges_EE.fill_diagonal_(0.0)
     laplacian_EE = torch.diag(edges_EE.sum(dim=0)) - edges_EE
@@ -334,13 +334,13 @@ def _write_gradient(
     _balanced_columns(flow_NE, plan_NE, solved(factored(plan_NE), net_E))
 
 
+@in_float32()
 def _balanced_columns(flow_NE: Tensor, plan_NE: Tensor, potential_E: Tensor) -> Tensor:
     """Subtract M*(1 b^T - (M b) 1^T) from a flow in place; return its column sums after that."""
     left_E = torch.zeros_like(potential_E)
     potential = potential_E.to(plan_NE.dtype)
-    with torch.autocast(device_type=plan_NE.device.type, enabled=False):
-        for rows in row_blocks(plan_NE):
-            plan, flow = plan_NE[rows], flow_NE[rows]
-            flow.addcmul_(plan, potential - (plan @ potential).unsqueeze(-1), value=-1.0)
-            left_E += flow.sum(dim=0)
+    for rows in row_blocks(plan_NE):
+        plan, flow = plan_NE[rows], flow_NE[rows]
+        flow.addcmul_(plan, potential - (plan @ potential).unsqueeze(-1), value=-1.0)
+        left_E += flow.sum(dim=0)
     return left_E

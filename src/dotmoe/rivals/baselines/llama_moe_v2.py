@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dotmoe.common.errors import UserError
 from dotmoe.method.layout import ALWAYS_ON
-from dotmoe.method.masked import input_hooks
+from dotmoe.method.masked import input_hooks, sums_by_expert
 from dotmoe.method.transport import greedy_assignment
 from dotmoe.models.family import DenseModel
 from dotmoe.rivals.baselines.contract import (
@@ -79,7 +79,7 @@ def importance(
             here = slice(first * tokens_BT.shape[1], (first + rows) * tokens_BT.shape[1])
             for index, (expert_T, slope_BTN) in enumerate(zip(experts, slopes, strict=True)):
                 worth_TN = (hidden[index].detach() * slope_BTN).abs().float().flatten(0, -2)
-                sums[index].index_add_(0, expert_T[here], worth_TN)
+                sums[index] += sums_by_expert(worth_TN.T, expert_T[here], num_experts).T
     counts = [torch.bincount(expert_T, minlength=num_experts) for expert_T in experts]
     return [(s / c.clamp(min=1)[:, None]).T.contiguous() for s, c in zip(sums, counts, strict=True)]
 

@@ -1,0 +1,142 @@
+"""Collect finished runs of one dense model into a result file.
+
+    python scripts/real_model.py table results/smollm2.json DENSE RUN...
+    python scripts/real_model.py parts results/smollm2_parts.json 'the start=RUN' ...
+    python scripts/real_model.py rows results/smollm2_rows.json COMPARED TASKS
+
+`table`: the README's table. Each RUN is the folder of a `convert --repair` or a `finetune`. Results
+of `dotmoe evaluate` on it, or with `--against` on the dense model, count if their `--out` is in the
+run folder; for tasks, if it is the run folder itself, or DENSE. RUN/bench.json is the output of
+`dotmoe bench --json` for its GGUF file and the dense one.
+
+`parts`: how close runs stay to the dense model. First run `dotmoe evaluate RUN --against DENSE
+--text TEXT --fidelity --out RUN/near-TEXT`.
+
+`rows`: the rows of a comparison, with the scores of `dotmoe evaluate COMPARED/ROW --tasks ... --out
+TASKS/ROW` added. A conversion's scores belong to the weights that it exports. `made_at` lists the
+commits at which rows were made: a comparison may be resumed at another commit.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dotmoe.common.files import read_json, write_json
+from dotmoe.export.record import ExportRecord
+from dotmoe.pipeline import compare
+from dotmoe.run.config import RunConfig
+from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import RunFolder, provenance
+
+STAGES = ("calibrate", "align", "extract", "repair", "finetune", "export")
+
+Row = dict[str, Any]
+
+
+def main_scores(folder: Path) -> Row:
+    """Main scores of `dotmoe evaluate --tasks` by task; {} if it did not run."""
+    found = {}
+    for file in sorted(folder.glob("tasks/*.json")):
+        (main_score,) = (score for score in read_json(file)["scores"] if score["is_main"])
+        kept = ("value", "stderr", "questions", "chance")
+        found[file.stem] = {key: main_score[key] for key in kept}
+    return found
+
+
+def perplexity(measured: Row) -> Row:
+    """Perplexity, keyed by the name of the text."""
+    name = Path(measured["text"][0]).name.partition(".")[0]
+    return {"perplexity": {name: measured["perplexity"]}}
+
+
+def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
+    """Dense row from a run's files, and the rows of the models made from it."""
+    export, config = ExportRecord.load(folder / "5_export"), results["config"]
+    split_share = 1 - export.first_dense_layers / export.num_layers
+    active = 1 - split_share * (1 - export.active_fraction)
+    made = {"model": "converted", "active_fraction": active}
+    tokens, training = results.get("repair", {}).get("tokens", 0), "repaired"
+    if config["command"] == "finetune":
+        training = "repaired, finetuned"
+        tokens = results["tokens"]
+    dense, last = perplexity(results["dense"]), perplexity(results["moe"])
+    for file in folder.glob("*/perplexity.json"):
+        found = read_json(file)
+        last["perplexity"] |= perplexity(found.get("model", found))["perplexity"]
+        if "against" in found:
+            dense["perplexity"] |= perplexity(found["against"])["perplexity"]
+    last |= {"training_tokens": tokens, "seconds": RunFolder(folder).seconds(*STAGES)}
+    if scores := main_scores(folder):
+        last["tasks"] = scores
+    if (file := folder / "bench.json").exists():
+        (point,) = read_json(file)["points"]
+        for row, side in ((dense, "dense"), (last, "moe")):
+            row["decode_tokens_per_s"] = point[side]["tokens_per_s"]
+    rows = [made | {"training": training, **last}]
+    if "frozen" in results and training == "repaired":
+        rows.insert(0, made | {"training": "frozen", **perplexity(results["frozen"])})
+    return dense, rows
+
+
+def table(dense_folder: str, *folders: str) -> Row:
+    """The dense model, and each run as split, repaired and finetuned."""
+    rows: list[Row] = [{"model": "dense", "tasks": main_scores(Path(dense_folder))}]
+    commits = dict[str, None]()  # in the order of the rows
+    for folder in map(Path, folders):
+        results = read_json(folder / "6_evaluate" / "results.json")
+        commits[results["provenance"]["commit"]] = None
+        dense, made = rows_of(folder, results)
+        dense["perplexity"] = rows[0].get("perplexity", {}) | dense["perplexity"]
+        rows[0] |= dense
+        rows += made
+    return {"rows": rows, "provenance": provenance(0) | {"commit": ", ".join(commits)}}
+
+
+def parts(*runs: str) -> Row:
+    """A row for each run: its experts, its tokens, its nats above dense, and its KL by text."""
+    rows = []
+    for name, run in (each.split("=", 1) for each in runs):
+        finished, results = FinishedRun(Path(run)), read_json(Path(run, "6_evaluate/results.json"))
+        export, config = ExportRecord.load(Path(run) / "5_export"), finished.config
+        tokens = results.get("repair", {}).get("tokens", 0)
+        if isinstance(config, RunConfig):
+            tokens += compare.text_tokens(config, results["steps"], finished.described())
+        else:
+            tokens = results["tokens"]  # without those of its source
+        near = {
+            file.parent.name: read_json(file) for file in Path(run).glob("near-*/fidelity.json")
+        }
+        rows.append(
+            {
+                "name": name,
+                **{n: getattr(export, n) for n in ("active_experts", "num_experts", "shared_size")},
+                "text_tokens": tokens,
+                "commit": results["provenance"]["commit"],
+                "nats_above_dense": results["moe"]["loss"] - results["dense"]["loss"],
+                "kl": {text.removeprefix("near-"): near[text]["kl"] for text in sorted(near)},
+            }
+        )
+    commits = ", ".join(dict.fromkeys(each["commit"] for each in rows))
+    made = provenance(0) | {"commit": commits}
+    return {"origin": "measured", "rows": rows, "provenance": made}
+
+
+def rows(compared: str, tasks: str) -> Row:
+    """The record of a comparison, with task scores."""
+    record = read_json(Path(compared) / "compare.json")
+    for row in record["rows"]:
+        if row.get("weights") == "frozen" or row.get("router") == "own, not exportable":
+            continue
+        if scores := main_scores(Path(tasks) / row["run"]):
+            row["tasks"] = scores
+    record["model"] = Path(record["model"]).name
+    runs = (read_json(Path(compared, row["run"], "manifest.json")) for row in record["rows"][1:])
+    made = (stage["provenance"]["commit"] for run in runs for stage in run["stages"].values())
+    return {**record, "made_at": list(dict.fromkeys(made))}
+
+
+if __name__ == "__main__":
+    what, out, *given = sys.argv[1:]
+    collect: dict[str, Callable[..., Row]] = {"table": table, "parts": parts, "rows": rows}
+    write_json(Path(out), collect[what](*given))

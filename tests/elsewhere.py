@@ -1,0 +1,103 @@
+"""A device that is not the CPU, for machines without one: it computes there, but never mixes.
+
+A tensor of the device wraps one of the CPU, with its values. An operator that takes tensors of both
+raises, as on CUDA. Triton's kernels, NCCL and FSDP2 know no such device.
+"""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import arg_tree_leaves, tree_map, tree_map_only
+
+DEVICE = torch.device("lazy", 0)  # the one kind whose gradients torch computes without a driver
+COPIES = {"aten::copy_", "aten::_to_copy"}
+INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
+"""Operators that take indices of the host if what they index is on the device."""
+
+
+UNORDERED = {"aten::index_add", "aten::index_add_"}
+"""Operators that add in another order each time on CUDA, so that a seed does not fix the result."""
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of the device; `held` has its values."""
+
+    @staticmethod
+    def __new__(cls, held):
+        layout = {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        return torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), dtype=held.dtype, device=DEVICE, **layout
+        )
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.tolist:
+            return args[0].cpu().tolist()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs or {})
+        if func is torch.Tensor.data.__set__:
+            args[0].held = args[1].held
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _computed(func, args, kwargs or {})
+
+
+@contextmanager
+def elsewhere():
+    """Within this context the device exists; yields it."""
+    real = torch.autocast
+
+    def autocast(device_type, **options):
+        return nullcontext() if device_type == DEVICE.type else real(device_type, **options)
+
+    module = patch("torch.lazy", SimpleNamespace(device=nullcontext), create=True)
+    fused = patch("torch.optim.adam._device_dtype_check_for_fused", lambda *rest: None)
+    with module, fused, patch("torch.autocast", autocast), _Everywhere():
+        torch._C._set_only_lift_cpu_tensors(True)  # so `torch.tensor(..., device=)` is a copy
+        try:
+            yield DEVICE
+        finally:
+            torch._C._set_only_lift_cpu_tensors(False)
+
+
+class _Everywhere(TorchDispatchMode):
+    """For operators without a tensor of the device among their arguments."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _computed(func, args, kwargs or {})
+
+
+def _computed(func, args, kwargs):
+    tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, torch.Tensor)]
+    away = [each for each in tensors if isinstance(each, Elsewhere)]
+    here = [each for each in tensors if not isinstance(each, Elsewhere) and each.dim()]
+    name = func._schema.name
+    if name in INDEXING and isinstance(args[0], Elsewhere):
+        here = [each for each in here if each.dtype not in (torch.int64, torch.bool)]
+    if away and here and name not in COPIES:
+        raise RuntimeError(f"{func} mixes a device and the host")
+    if away and name in UNORDERED:
+        raise RuntimeError(f"{func} adds in no fixed order")
+    goes = bool(away)
+    if kwargs.get("device") is not None:
+        goes = torch.device(kwargs["device"]).type == DEVICE.type
+        kwargs = kwargs | {"device": "cpu"} if goes else kwargs
+    elif name == "aten::copy_":
+        goes = isinstance(args[0], Elsewhere)
+    args, kwargs = tree_map_only(Elsewhere, lambda each: each.held, (args, kwargs))
+    known = {id(each.held): each for each in away}  # in-place operators return an argument
+
+    def wrapped(value):
+        if not goes or not isinstance(value, torch.Tensor):
+            return value
+        return known[id(value)] if id(value) in known else Elsewhere(value)
+
+    return tree_map(wrapped, func(*args, **kwargs))

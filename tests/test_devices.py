@@ -1,0 +1,124 @@
+"""Stages on a device that is not the CPU. Oracle: the same stage on the CPU."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from dotmoe.method.align import AlignConfig, Alignment
+from dotmoe.method.calibrate import CalibrateConfig, calibrate
+from dotmoe.method.finetuning import FinetuneConfig, Finetuning, Student
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import AssignmentConfig, extract
+from dotmoe.method.masked import masked
+from dotmoe.method.repair import RepairConfig, repair
+from dotmoe.models.family import meta_model
+from dotmoe.text.blocks import TokenBlocks
+from dotmoe.training.loop import adamw, global_norm, update
+from elsewhere import Elsewhere, elsewhere
+
+SPLIT = Granularity(num_experts=12, expert_size=8, active_experts=3)
+HEADS = Granularity(num_experts=4, expert_size=1, active_experts=2, target="attention")
+STEP = {"batch_size": 4, "micro_batch_size": 2, "activation_checkpointing": True}
+CPU = torch.device("cpu")
+
+
+def stepped(task):
+    """Metrics of a training step, and its parameters after it."""
+    optimizer = adamw(task)
+    metrics = task.accumulate_gradients(0)
+    update(optimizer, 1.0, global_norm(optimizer), 1.0)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return metrics, [p.detach().cpu() for p in parameters]
+
+
+@pytest.fixture
+def dense(dense_of):
+    """A function that copies a dense model to a device."""
+
+    def make(device):
+        dense = dense_of("llama")
+        return replace(dense, model=dense.model.to(device))
+
+    return make
+
+
+def aligned(device, dense, blocks, *, start, solver, split=SPLIT):
+    dense = dense(device)
+    config, assignment = AlignConfig(**STEP), AssignmentConfig(solver=solver)
+    state = calibrate(dense, blocks, split, CalibrateConfig(start=start), seed=0)
+    task = Alignment(dense, blocks, state, split, config, assignment, seed=0)
+    with masked(dense, task.routings):
+        metrics, learned = stepped(task)
+    layout = extract(task.learned(), split, assignment)
+    return metrics, [*learned, layout.expert_of_neuron_LN, layout.router_LED]
+
+
+def finetuned(device, dense, blocks, *, layout, **options):
+    described = dense(CPU)
+    described = replace(described, model=meta_model(described.config, torch.float32))
+    config = FinetuneConfig(**STEP, kl_weight=1.0, **options)
+    alone = SimpleNamespace(device_type=device.type, size=lambda: 1)
+    student = Student(described, layout, config, alone, seed=0)
+    places = {tensor.device.type for tensor in (*student.parameters(), *student.buffers())}
+    assert places == {device.type}
+    task = Finetuning(student, dense(device), blocks, config, seed=0)
+    return stepped(task)
+
+
+def repaired(device, dense, blocks, *, layout, folder):
+    config = RepairConfig(repair_epochs=1, repair_tokens=192)
+    folder = folder / device.type
+    folder.mkdir()
+    metrics = repair(dense(device), layout, blocks, config, folder=folder)
+    return {str(each["layer"]): each["trained_error"] for each in metrics["layers"]}, []
+
+
+@pytest.mark.parametrize(("start", "solver", "split"), [
+    ("data", "newton", SPLIT), ("random", "sinkhorn", SPLIT), ("data", "newton", HEADS),
+])  # fmt: skip
+def test_align(start, solver, split, both):
+    both(aligned, start=start, solver=solver, split=split)
+
+
+@pytest.mark.parametrize("what", ["everything", "lora"])
+def test_finetune(what, both, layout_of, dense):
+    if what == "lora":
+        pytest.importorskip("peft")
+    layout = layout_of(dense(CPU), 6, active_experts=2, shared_size=24)
+    both(finetuned, layout=layout, train=what)
+
+
+def test_repair(both, layout_of, dense, tmp_path):
+    # Training amplifies the rounding of attention, which is another kernel there.
+    both(repaired, within=0.02, layout=layout_of(dense(CPU)), folder=tmp_path)
+
+
+@pytest.fixture
+def both(dense, tokens_BT):
+    """Runs a stage here and elsewhere and compares what it returns."""
+
+    def run(stage, within=1e-4, **options):
+        blocks = TokenBlocks(tokens_BT.int())
+        metrics, tensors = stage(CPU, dense, blocks, **options)
+        with elsewhere() as device:
+            others, away = stage(device, dense, blocks, **options)
+        assert others == pytest.approx(metrics, rel=within, abs=1e-5)
+        for one, other in zip(tensors, away, strict=True):
+            assert not isinstance(other, Elsewhere)
+            torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-5)
+
+    return run
+
+
+def test_a_tensor_left_on_the_host_is_an_error():
+    with elsewhere() as device:
+        layer, x = nn.Linear(2, 2).to(device), torch.ones(3, 2)
+        layer(x.to(device)).sum().backward()
+        assert layer.weight.grad.tolist() == [[3.0, 3.0]] * 2
+        with pytest.raises(RuntimeError, match="mixes"):
+            layer(x)
+        with pytest.raises(RuntimeError, match="mixes"):
+            x[torch.zeros(1, dtype=torch.long, device=device)]

@@ -1,0 +1,103 @@
+"""What is promised in float32 is, whatever a user or a library has set. Oracle: torch's flags."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dotmoe.method.calibrate import block_inputs
+from dotmoe.method.masked import product_in_float32
+from dotmoe.method.repair import NormalEquations
+from dotmoe.method.router import router_logits
+from dotmoe.method.transport import balanced_plan
+
+PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::mv"}
+
+
+def flags():
+    """What torch says of float32 products, None where it refuses to say."""
+    found = [torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
+    try:
+        return [*found, torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")]
+    except RuntimeError:
+        return [*found, None, torch.is_autocast_enabled("cpu")]
+
+
+class Watch(TorchDispatchMode):
+    """Remembers the flags at each product of float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_float32 = any(isinstance(a, torch.Tensor) and a.dtype == torch.float32 for a in args)
+        if func._schema.name in PRODUCTS and is_float32:
+            self.seen.append(flags())
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture(params=["nothing", "tf32", "medium", "backend", "everything", "autocast"])
+def lowered(request):
+    """Float32 products lowered as users and libraries do it; the flags then."""
+    how, plain = request.param, flags()
+    if how == "tf32":
+        torch.backends.cuda.matmul.allow_tf32 = True
+    if how == "medium":
+        torch.set_float32_matmul_precision("medium")
+    if how == "backend":
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    if how == "everything":
+        torch.backends.fp32_precision = "tf32"
+    with torch.autocast("cpu", enabled=how == "autocast"):
+        yield flags()
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    assert flags()[2:] == plain[2:]
+
+
+def logits():
+    x, router = torch.randn(2, 64, 64, requires_grad=True)
+    router_logits(x, router).sum().backward()
+
+
+def solver():
+    affinity = torch.randn(60, 12, requires_grad=True)
+    balanced_plan(affinity, capacity=5, tau=0.1).plan[0, 0].backward()
+
+
+def gram():
+    hidden, missing = torch.randn(2, 30, 8)
+    NormalEquations(8, 8, torch.device("cpu")).add(hidden, missing, torch.ones(30))
+
+
+def head():
+    product_in_float32(torch.ones(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("compute", [logits, solver, gram, head])
+def test_products_are_float32_and_the_users_setting_stays(compute, lowered):
+    with Watch() as watch:
+        compute()
+    assert watch.seen
+    for cuda, mkldnn, legacy, is_autocast in watch.seen:
+        assert {cuda, mkldnn} <= {"none", "ieee"}
+        assert (legacy, is_autocast) == ("highest", False)
+    assert flags() == lowered
+
+
+def test_energies_of_heads(dense_of, tokens_BT, lowered):
+    dense = dense_of("llama")
+    for _, energy in block_inputs(dense, tokens_BT, "attention"):
+        with Watch() as watch:
+            energy()
+        assert watch.seen
+        assert all(seen[2:] == ["highest", False] for seen in watch.seen)
+
+
+def test_router_gradients_are_autograds():
+    x, router, weight = torch.randn(7, 5), torch.randn(3, 5), torch.randn(7, 3)
+    ours, plain = ([tensor.clone().requires_grad_() for tensor in (x, router)] for _ in range(2))
+    (router_logits(*ours) * weight).sum().backward()
+    ((plain[0] @ plain[1].T) * weight).sum().backward()
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, plain, strict=True))
