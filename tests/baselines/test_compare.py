@@ -232,12 +232,13 @@ def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
     assert {point.value for point in points} == {"dot_moe", *METHODS, *PRUNING}
     converted = [point for point in points if not isinstance(point.config, PruneRunConfig)]
     trained = {point.value for point in converted if point.config.baseline.router_steps}
-    assert trained == set(METHODS) - {"lte"}
-    assert [p.name for p in points if p.value == "lte"] == ["lte-own"]
+    assert trained == set(METHODS) - {"lte", "static_pruning"}
+    for method in ("lte", "static_pruning"):
+        assert [p.name for p in points if p.value == method] == [f"{method}-own"]
     steps = [point.config.align.steps for point in points if point.value == "dot_moe"]
     assert steps == [0, 7, 7]
     having = {point.value for point in converted if point.config.experts.shared}
-    assert having == {"dot_moe", "cmoe", "llama_moe_v2_residual"}
+    assert having == {"dot_moe", "static_pruning", "cmoe", "llama_moe_v2_residual"}
 
 
 def test_a_comparison_without_a_text_of_its_own_or_steps_for_what_is_trained_is_refused():

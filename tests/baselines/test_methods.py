@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dotmoe.common.errors import UserError
 from dotmoe.method.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contributions
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import ALWAYS_ON, AssignmentConfig, extract
+from dotmoe.method.layout import ALWAYS_ON, DROPPED, AssignmentConfig, extract
 from dotmoe.method.objective import CPU_CHUNK_ROWS
 from dotmoe.method.transport import greedy_assignment
 from dotmoe.rivals.baselines import (
@@ -252,6 +252,28 @@ def test_by_energy_ranks_neurons_by_what_they_contribute_and_runs_the_first_expe
         assert made.expert_of_neuron_N[order].tolist() == [n // S for n in range(E * S)]
         runs = (made.router_ED @ x.mean(dim=0)).argsort(descending=True)
         assert runs.tolist() == list(range(E))
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_static_pruning_keeps_the_neurons_that_contribute_most_and_drops_the_others(
+    shared, dense, inputs_of
+):
+    split = granularity_of("static_pruning", SPLIT.with_shared(shared))
+    inputs = replace(inputs_of("static_pruning", split_router="ridge"), granularity=split)
+    made = baseline("static_pruning", inputs).layout
+    assert made.granularity == split
+    assert (split.active_experts, split.active_units) == (split.num_experts, K * S)
+    for expert_N, layer, of in zip(
+        made.expert_of_neuron_LN, dense.model.model.layers, inputs.layers(), strict=True
+    ):
+        sizes = layer.mlp.down_proj.weight.norm(dim=0)
+        order = (
+            (hidden_of(layer.mlp, of.x_TD) * sizes).square().mean(dim=0).argsort(descending=True)
+        )
+        experts = [n // S - shared if n >= shared * S else ALWAYS_ON for n in range(K * S)]
+        assert expert_N[order].tolist() == experts + [DROPPED] * ((E - K) * S)
+    with pytest.raises(UserError, match=r"router_steps .* static pruning has none"):
+        state_of(made, torch.device("cpu"))
 
 
 def test_random_split_deals_differently_in_every_layer_and_with_every_seed(inputs_of):

@@ -157,18 +157,34 @@ def test_a_finetuned_run_is_of_the_dense_model(finished, finetuned):
     assert "4_finetune/model" not in text
 
 
-def test_a_quickstart_shows_both_splits(measured, found, tmp_path):
+def test_a_quickstart_shows_both_runs_and_every_sample(measured, found, tmp_path):
     (tmp_path / "dot_moe").symlink_to(measured)
-    samples = {"prompt": "def", "dense": f"dense {HOSTILE}", "moe": "moe text"}
-    random_split = found.results["moe"] | {"perplexity": 3.5}
-    summary = {"random_split_repaired": random_split, "samples": samples}
+    samples = [{"prompt": f"def {i}", "dense": f"d{i} {HOSTILE}", "dotmoe": f"m{i}"} for i in "xyz"]
+    static = found.results["moe"] | {"perplexity": 2 * found.results["dense"]["perplexity"]}
+    summary = {"static_pruning": static, "samples": samples} | {
+        name: found.results[key]
+        for name, key in (("dense", "dense"), ("dotmoe_start", "moe"), ("dotmoe", "moe"))
+    }
     (tmp_path / "quickstart.json").write_text(json.dumps(summary))
     page = read_page(html_report(tmp_path))
-    assert "random split, repaired 3.500" in page.text
+    first = page.text.split("Lost and gained, in full")[0]
+    assert f"static pruning, same repair {static['perplexity']:.2f} 2.000" in first
+    assert all(text in page.text for i in "xyz" for text in (f"def {i}", f"d{i}", f"m{i}"))
     assert (tmp_path / "report.html").is_file()
     (tmp_path / "quickstart.json").write_text('{"samples": {}}\n')
     with pytest.raises(UserError, match=r"quickstart\.json lacks .* repeat the command"):
         html_report(tmp_path)
+
+
+def test_the_first_screen_is_a_sentence_a_table_and_a_picture(measured, found):
+    pytest.importorskip("matplotlib")
+    source = (measured / "7_report" / "report.html").read_text(encoding="utf-8")
+    first, rest = source.split("<nav")
+    assert [first.count(f"<{tag}") for tag in ("p>", "table", "figure>")] == [1, 1, 1]
+    dense, moe = found.results["dense"], found.results["moe"]
+    assert f"Perplexity is {moe['perplexity'] / dense['perplexity']:.2f} times the dense" in first
+    checks = rest.split("Figures of the check</summary>")[1].split("</details>")[0]
+    assert "logits error" in checks
 
 
 def test_a_run_of_heads_is_proposed_what_it_can_have(found):

@@ -27,7 +27,7 @@ def overhang(figure):
 
 
 def test_no_text_leaves_its_picture_and_axes_fill_it(figures):
-    assert set(figures) == {"alignment", *PLOTS}
+    assert set(figures) == {"models", "alignment", *PLOTS}
     for name, figure in figures.items():
         assert overhang(figure) <= 0, name
         axes = [each for each in figure.axes if each.get_label() != "<colorbar>"]

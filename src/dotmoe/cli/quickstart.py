@@ -1,4 +1,4 @@
-"""The whole method on the embedded model and the local Python standard library, in minutes."""
+"""The default conversion of the embedded model on the local Python library, beside its rival."""
 
 import time
 from dataclasses import dataclass, replace
@@ -15,18 +15,23 @@ from dotmoe.models.checkpoint import EMBEDDED
 from dotmoe.pipeline import convert
 from dotmoe.run.config import RunConfig, recipe
 from dotmoe.run.folder import provenance
+from dotmoe.text.sources import DataConfig
 
-PROMPT = "def read_config(path):\n"
+PROMPTS = (
+    "import os\nimport sys\n\n",
+    "def read_config(path):\n    with open(path) as file:\n",
+    "class TestStack(unittest.TestCase):\n\n    def setUp(self):\n        self.stack = Stack()\n\n"
+    "    def test_push(self):\n",
+)
+_TOKENS, _TEMPERATURE = 60, 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickstartConfig:
-    """The quickstart: dense, random split and DOT-MoE side by side."""
+    """The quickstart: dense, dotmoe and static pruning with the same repair, side by side."""
 
     out: str = "quickstart-run"
     """Folder to write; the same command resumes there if it was stopped."""
-    steps: Annotated[int, at_least(1)] = 300
-    """Alignment steps, the same for the random split and for DOT-MoE."""
     seed: Annotated[int, at_least(0)] = 0
     """Seed of initial values and data order."""
 
@@ -34,30 +39,32 @@ class QuickstartConfig:
 def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
     """Convert the embedded model twice, measure both, and write `quickstart.json`.
 
-    The random split has the same E, expert size, k, data, router start, steps, learning rates and
-    repair; only its assignment stays as it was drawn.
+    One run is the default conversion. The other prunes statically: it keeps as many neurons as the
+    conversion runs for a token, always the same, with the same text and repair.
     """
-    started = time.monotonic()
+    started, worked = time.monotonic(), time.process_time()
     out = Path(config.out)
-    conversions = []
+    conversions = {}
     for name, run in run_configs(config).items():
         progress.log(f"{name}:")
-        conversions.append(convert(run, progress))
-    random, learned = (conversion.results for conversion in conversions)
-    model = str(conversions[-1].export)
-    sides = evaluate(EvaluateConfig(model=model, against=EMBEDDED, generate=60, prompts=(PROMPT,)))
-    texts = [sides[side]["texts"][0] for side in ("against", "model")]
+        conversions[name] = convert(run, progress)
+    static, dotmoe = (conversions[name].results for name in ("static_pruning", "dot_moe"))
+    model = str(conversions["dot_moe"].export)
+    asked = EvaluateConfig(
+        model=model, against=EMBEDDED, generate=_TOKENS, prompts=PROMPTS, temperature=_TEMPERATURE
+    )
+    sides = evaluate(asked)
+    texts = zip(PROMPTS, sides["against"]["texts"], sides["model"]["texts"], strict=True)
     summary = {
         "origin": "measured",
-        "dense": learned["dense"],
-        "random_split": random["frozen"],
-        "random_split_repaired": random["moe"],
-        "dot_moe": learned["frozen"],
-        "dot_moe_repaired": learned["moe"],
-        **{name: learned[name] for name in ("granularity", "parameters", "verification")},
-        "steps": config.steps,
-        "samples": {"prompt": PROMPT, "dense": texts[0], "moe": texts[1]},
+        "dense": dotmoe["dense"],
+        "dotmoe_start": dotmoe["frozen"],
+        "dotmoe": dotmoe["moe"],
+        "static_pruning": static["moe"],
+        **{name: dotmoe[name] for name in ("granularity", "parameters", "verification")},
+        "samples": [{"prompt": p, "dense": dense, "dotmoe": moe} for p, dense, moe in texts],
         "seconds": time.monotonic() - started,
+        "cpu_seconds": time.process_time() - worked,
         "checkpoint": model,
         "report": str(out / "report.html"),
         "provenance": provenance(config.seed),
@@ -68,10 +75,11 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
 
 
 def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:
-    """Configs of the two runs, which differ only in the split; both are repaired."""
-    out, base = Path(config.out), recipe("quickstart", seed=config.seed)
-    align = replace(base.align, steps=config.steps)
-    learned = replace(base, out=str(out / "dot_moe"), align=align, repair=True)
-    router = replace(base.baseline, split_router="ridge", router_steps=config.steps)
-    random = replace(learned, out=str(out / "random_split"), method="random_split", baseline=router)
-    return {"random split": random, "DOT-MoE": learned}
+    """Configs of the two runs by method, which differ in the method alone."""
+    out = Path(config.out)
+    data = DataConfig(data=("python-stdlib",), seq_len=256)
+    base = recipe(model=EMBEDDED, data=data, eval_text=("python-stdlib-heldout",), seed=config.seed)
+    return {
+        method: replace(base, out=str(out / method), method=method)
+        for method in ("static_pruning", "dot_moe")
+    }

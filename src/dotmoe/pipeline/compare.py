@@ -65,11 +65,12 @@ class CompareConfig(RunConfig):
 
     methods: tuple[Chosen, ...] = _CONVERTING
     """Methods to compare. Each converts without training, once with its own router and once with a
-    ridge-regressed one (but `lte`, whose experts are those of `weight_clusters`). With
-    `router_steps` each is trained, too: `dot_moe` is aligned for as many steps, the others train
-    their router for as many on the same batches. Pruning methods give a dense model with as many
-    parameters as a conversion has active; those named 2_4 cannot choose how many. `all`: every
-    method of both kinds that fits the model. Default: all that convert."""
+    ridge-regressed one (but `lte`, whose experts are those of `weight_clusters`, and
+    `static_pruning`, which has no router). With `router_steps` each is trained, too: `dot_moe` is
+    aligned for as many steps, the others train their router for as many on the same batches.
+    Pruning methods give a dense model with as many parameters as a conversion has active; those
+    named 2_4 cannot choose how many. `all`: every method of both kinds that fits the model.
+    Default: all that convert."""
     active_params: Share | None = None
     """Share of the dense model's parameters to be active per token, above 0 and at most 1; sets the
     k that comes nearest to it. Give only one of this, `active` and `active_experts`."""
@@ -485,7 +486,7 @@ def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iter
             plain = replace(plain, experts=replace(plain.experts, shared=0.0))
         own, ridge = (replace(options, split_router=router) for router in ("own", "ridge"))
         changes = {"own": {"baseline": own}}
-        if METHODS[method].experts_of is None:  # else these are that method's rows
+        if not (METHODS[method].experts_of or METHODS[method].is_static):  # rows of another method
             changes["ridge"] = {"baseline": ridge}
         if steps and "ridge" in changes:
             changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}

@@ -1,9 +1,10 @@
-"""Text that models generate: greedy continuations of prompts, side by side."""
+"""Text that models generate: continuations of prompts, or answers to them, side by side."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import GenerationConfig
 
 from dotmoe.common.errors import UserError
@@ -21,12 +22,14 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
     """For each model the `prompts`, and the `texts` that continue them.
 
     Prompts from `config.corpus.text` are cut by the tokenizer of each model. Raises `UserError` if
-    two tokenizers cut different prompts, or a prompt has no tokens.
+    two tokenizers cut different prompts, a prompt has no tokens, or a chat template is missing.
     """
 
     def measured(stock: StockModel, update: Update) -> Values:
         tokenizer = stock.tokenizer
-        if config.prompts:
+        if config.chat_template:
+            prompts = [as_question(tokenizer, prompt) for prompt in config.prompts]
+        elif config.prompts:
             prompts = [tokenizer(prompt).input_ids for prompt in config.prompts]
         else:
             tokens = packed_text(config.corpus, tokenizer).tokens
@@ -34,7 +37,8 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
             starts = range(0, len(tokens) - size + 1, max(size, len(tokens) // config.num_prompts))
             prompts = [tokens[at : at + size].tolist() for at in starts[: config.num_prompts]]
         shown = config.prompts or tokenizer.batch_decode(prompts, skip_special_tokens=True)
-        new = continuations(stock.model, tokenizer, prompts, config.generate or 0, update)
+        how = config.generate or 0, update, config.temperature
+        new = continuations(stock.model, tokenizer, prompts, *how)
         return {"prompts": list(shown), "texts": tokenizer.batch_decode(new)}
 
     sides = by_side(config, progress, measured)
@@ -42,7 +46,24 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
         raise UserError(
             "the tokenizers of the two models cut --text into different prompts. Give --prompts."
         )
-    return {**sides, "text": list(config.corpus.text)}
+    return {**sides, "text": list(config.corpus.text), "temperature": config.temperature}
+
+
+def as_question(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of a user's message and of what comes before the answer, by the chat template.
+
+    Raises `UserError` if the model has no template, or its template refuses the message.
+    """
+    if not tokenizer.chat_template:
+        raise UserError("the model has no chat template. Leave --chat-template out.")
+    try:
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+    except TemplateError as error:
+        raise UserError(f"the chat template fails ({error}). Leave --chat-template out.") from error
+    ids: list[int] = tokenizer(asked, add_special_tokens=False).input_ids
+    return ids
 
 
 @torch.no_grad()
@@ -52,11 +73,13 @@ def continuations(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     on_progress: Update = no_update,
+    temperature: float = 0.0,
 ) -> list[list[int]]:
-    """Token ids that continue each prompt greedily, at most `new_tokens`, without EOS.
+    """Token ids that continue each prompt, at most `new_tokens`, without EOS.
 
-    The model's own generation settings (penalties, temperature) are ignored: two models are
-    compared by their predictions alone. Raises `UserError` if a prompt is empty or too long.
+    Temperature 0 takes the most likely token; above it, each prompt is sampled with seed 0. The
+    model's own generation settings (penalties, cut-offs) are ignored: two models are compared by
+    their predictions alone. Raises `UserError` if a prompt is empty or too long.
     """
     if not all(prompts):
         raise UserError("a prompt has no tokens, and this tokenizer adds none. Write some text.")
@@ -65,11 +88,18 @@ def continuations(
     remedy = "Lower --generate, or give shorter prompts."
     in_context("the length of a prompt with --generate", longest, context, remedy=remedy)
     end = tokenizer.eos_token_id
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
+    sampled = {"temperature": temperature, "top_k": 0} if temperature else {}
+    model.generation_config = GenerationConfig(
+        eos_token_id=end, pad_token_id=end, do_sample=temperature > 0, **sampled
+    )
     continued = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens
+            )
         new: list[int] = output[0, len(prompt) :].tolist()
         continued.append(new[:-1] if new and new[-1] == end else new)
         on_progress(len(continued), len(prompts))

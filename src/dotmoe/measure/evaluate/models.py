@@ -89,15 +89,17 @@ class EvaluateConfig:
     limit: Annotated[int | None, at_least(1)] = None
     """Score only this many questions of each task, the first ones, 1 or more; for a trial."""
     chat_template: bool = False
-    """Ask the questions of tasks through the model's chat template, as chat models expect."""
+    """Give questions of tasks, or `prompts`, through the model's chat template, as chat models
+    expect."""
     max_length: Annotated[int | None, at_least(2)] = None
     """Tokens that the model may see at once in tasks, 2 to its context. Default: its context. In
     `wikitext` this is the window of the rolling log-likelihood."""
     fidelity: bool = False
     """Compare hidden states, logits and FFN outputs with the dense model's on --text."""
     generate: Annotated[int | None, at_least(1)] = None
-    """Continue prompts greedily by up to this many tokens, side by side with the model of
-    --against."""
+    """Continue prompts by up to this many tokens, side by side with the model of --against."""
+    temperature: Annotated[float, at_least(0)] = 0.0
+    """Temperature of --generate; 0: the most likely token at every step. Seed of samples: 0."""
     prompts: tuple[str, ...] = ()
     """Prompts to continue. Default: pieces cut from --text at equal distances."""
     num_prompts: Annotated[int, at_least(1)] = 16
@@ -135,10 +137,16 @@ class EvaluateConfig:
 
     def check_together(self) -> None:
         """Refuse two measurements, options of tasks without any, no text, and a file as `out`."""
-        of_tasks = ("task_data", "shots", "limit", "chat_template", "max_length")
+        of_tasks = ("task_data", "shots", "limit", "max_length")
         for name in () if self.tasks else of_tasks:
             if (value := getattr(self, name)) is not None and value is not False:
                 raise UserError(f"{name} is {value}, but it is for --tasks alone. Leave it out.")
+        if self.chat_template and not (self.tasks or (self.generate and self.prompts)):
+            raise UserError(
+                "chat_template is for --tasks, or --generate with --prompts. Leave it out."
+            )
+        if self.temperature and not self.generate:
+            raise UserError("temperature is for --generate alone. Leave it out.")
         if not (self.corpus.text or self.tasks or (self.generate and self.prompts)):
             raise UserError(
                 "--text names no file. Give a text to measure on, or --prompts for --generate."

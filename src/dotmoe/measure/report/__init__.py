@@ -15,7 +15,7 @@ from dotmoe.run.folder import STAGES, RunFolder
 
 
 class RunResults:
-    """Contents of the result files of a finished run, or of a quickstart with both of its splits.
+    """Contents of the result files of a finished run, or of a quickstart with both of its runs.
 
     Raises a `UserError` if the folder holds no finished run, or if a file is damaged.
     """
@@ -66,10 +66,11 @@ class RunResults:
     @property
     def models(self) -> dict[str, Values]:
         """Perplexity of each model on the run's held-out text, the dense one first."""
+        if self.quickstart:
+            with self.reading("../quickstart.json"):
+                return quickstart_models(self.quickstart)
         results = {
             "dense": self.results["dense"],
-            "random split, router trained": self.quickstart.get("random_split"),
-            "random split, repaired": self.quickstart.get("random_split_repaired"),
             **{name: self.results.get(name) for name in ("frozen", "converted", "repaired")},
             self.name: self.results["moe"],
             "under the method's own router": self.results.get("moe_own_router"),
@@ -107,6 +108,16 @@ class RunResults:
                 f"{self.folder / file} lacks a value of the report ({type(error).__name__}: "
                 f"{error}): it is damaged or from another version. {_remedy(self.folder / file)}"
             ) from error
+
+
+def quickstart_models(result: Values) -> dict[str, Values]:
+    """Perplexity of each model of `quickstart.json` by its name in tables."""
+    return {
+        "dense": result["dense"],
+        "dotmoe, start": result["dotmoe_start"],
+        "dotmoe, repaired": result["dotmoe"],
+        "static pruning, same repair": result["static_pruning"],
+    }
 
 
 def _object(path: Path) -> Values:

@@ -2,7 +2,8 @@
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -11,12 +12,12 @@ import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dotmoe.common.files import Values
-from dotmoe.common.tables import figure, to_markdown, to_rich
-from dotmoe.measure.evaluate.perplexity import perplexity_table
-from dotmoe.measure.report import RunResults
+from dotmoe.common.files import Values, read_json
+from dotmoe.common.tables import to_markdown, to_rich
+from dotmoe.measure.report import RunResults, quickstart_models
 from dotmoe.measure.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
-from dotmoe.measure.report.sections import Blocks, gained, sections, verdict
+from dotmoe.measure.report.sections import TINY, Block, Blocks, in_short, overview, sections
+from dotmoe.run.folder import STAGES
 
 _HERE = Path(__file__).parent
 _TEMPLATES = jinja2.Environment(
@@ -56,26 +57,13 @@ def default_page(run: Path) -> Path:
     return (run if (run / "quickstart.json").is_file() else run / "7_report") / "report.html"
 
 
-def html(run: RunResults, figures: dict[str, Any]) -> str:
+def html(run: RunResults, figures: Mapping[str, Any]) -> str:
     """The report as one HTML page that loads nothing; `figures` are the plots of `draw_all`.
 
     Raises a `UserError` if a result file lacks a value that the page shows.
     """
-    return html_page(**_shown(run), figures=figures)
-
-
-def html_page(
-    *,
-    title: str,
-    sections: Mapping[str, Blocks],
-    figures: Mapping[str, Any],
-    verdict: Sequence[str] = (),
-) -> str:
-    """An HTML page of the given sections; a plot block refers to one of `figures` by name."""
     return _TEMPLATES.get_template("page.html.jinja").render(
-        title=title,
-        verdict=verdict,
-        sections=sections,
+        **_shown(run),
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         plots={name: base64.b64encode(as_svg(each)).decode() for name, each in figures.items()},
         note="" if is_installed() else NO_PLOTS,
@@ -88,42 +76,64 @@ def markdown(run: RunResults) -> str:
 
 
 def _shown(run: RunResults) -> dict[str, Any]:
-    """Title, verdict and sections of a run."""
+    """Title, first screen and sections of a run."""
     blocks_by_title = sections(run)
     with run.reading("6_evaluate/results.json"):
-        sentences = verdict(run)
+        results = run.results
+        counts = results["parameters"]
+        first: Blocks = [
+            in_short(results["moe"], results["dense"], counts),
+            overview(run.models, counts),
+            Block("plot", "Perplexity of each model; less is better.", "models"),
+        ]
     changed = f", {run.name}," if run.is_finetuned or run.is_repaired else ""
     title = f"{run.dense_model}{changed} as a Mixture-of-Experts"
-    return {"title": title, "verdict": sentences, "sections": blocks_by_title}
+    return {"title": title, "first": first, "sections": blocks_by_title}
 
 
 def summary(run: Path) -> RenderableType:
     """What `dotmoe convert` and `dotmoe finetune` print when they finish."""
     results = RunResults(run)
-    where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
-    text = "\n" + "\n\n".join([*verdict(results), where])
-    return Group(to_rich(perplexity_table(results.models)), Text(text))
+    said, table, *_ = _shown(results)["first"]
+    return Group(to_rich(table), Text("\n".join(["", said, *_what_next(results)])))
+
+
+def _what_next(results: RunResults) -> list[str]:
+    """Where the results are, and the commands that come next."""
+    run, record, export = results.folder, results.export, results.folder / STAGES["export"]
+    settings = export / "tokenizer_config.json"
+    chats = (export / "chat_template.jinja").is_file() or (
+        settings.is_file() and "chat_template" in read_json(settings)
+    )
+    prompt = "What is the capital of France?" if chats else "Once upon a time"
+    write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
+    commands = {"generate": write + ["--chat-template"] * chats}
+    if "vLLM" in record["servers"]:
+        commands["serve"] = ["vllm", "serve", str(export), "--dtype", record["dtype"]]
+    if not results.is_finetuned:
+        commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
+    notes = f" (with {len(record['notes'])} notes for serving)" if record["notes"] else ""
+    return [
+        "The files hold all experts: what is saved is work, not disk or memory.",
+        "",
+        f"checkpoint  {export}",
+        f"report      {default_page(run)}{notes}",
+        *(f"{name:<12}{shlex.join(words)}" for name, words in commands.items()),
+    ]
 
 
 def quickstart_summary(result: Values) -> RenderableType:
     """What `dotmoe quickstart` prints when it finishes, from `quickstart.json`."""
-    models = {
-        "dense": result["dense"],
-        "random split, router trained": result["random_split"],
-        "DOT-MoE": result["dot_moe"],
-        "random split, repaired": result["random_split_repaired"],
-        "DOT-MoE, repaired": result["dot_moe_repaired"],
-    }
-    samples, checks = result["samples"], result["verification"].items()
-    checked = ", ".join(f"{name.replace('_', ' ')} {figure(value)}" for name, value in checks)
+    counts = result["parameters"]
     paragraphs = [
-        "Both splits start from a router fitted to their experts, train for "
-        f"{result['steps']} steps and are then repaired alike. Above dense: nats that were lost.",
-        f"Gained: {gained(result)}",
-        f"export against masked dense model: {checked}",
+        in_short(result["dotmoe"], result["dense"], counts)
+        + " Static pruning keeps as many neurons, the same for every token.",
+        TINY,
     ]
-    for name in ("dense", "moe"):
-        text = indent(samples[name], "    ")
-        paragraphs.append(f"{name} continues {samples['prompt']!r}:\n{text}")
+    for sample in result["samples"]:
+        paragraphs.append(f"prompt:\n{indent(sample['prompt'].strip(), '    ')}")
+        for name in ("dense", "dotmoe"):
+            paragraphs.append(f"{name} continues:\n{indent(sample[name].strip(), '    ')}")
     paragraphs.append(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
-    return Group(to_rich(perplexity_table(models)), Text("\n" + "\n\n".join(paragraphs)))
+    table = overview(quickstart_models(result), counts)
+    return Group(to_rich(table), Text("\n" + "\n\n".join(paragraphs)))

@@ -56,6 +56,8 @@ def draw_all(run: RunResults) -> dict[str, Any]:
     """Every plot that the results of a run allow, by name."""
     with _styled():
         figures = {name: training_plot(steps) for name, steps in run.steps.items() if steps}
+        with run.reading("6_evaluate/results.json"):
+            figures["models"] = models_plot(run.models)
         for name, (file, draw) in PLOTS.items():
             if file in run.files:
                 with run.reading(f"6_evaluate/{file}.json"):
@@ -105,6 +107,19 @@ def training_plot(steps: list[Values]) -> Any:
     [top, *panels][-1].set_xlabel("step")
     figure.align_ylabels()
     return _with_legend(figure, top)
+
+
+def models_plot(models: dict[str, Values]) -> Any:
+    """A bar for the perplexity of each model, the dense one grey."""
+    figure = _figure(0.8 + 0.35 * len(models))
+    axes, values = figure.subplots(), [model["perplexity"] for model in models.values()]
+    bars = axes.barh([*models], values, color=[QUIET, *COLOURS[:1] * (len(values) - 1)])
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.15)
+    axes.set(xlabel="perplexity")
+    return figure
 
 
 def curve_plot(curve: Values) -> Any:

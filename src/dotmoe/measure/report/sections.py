@@ -2,12 +2,12 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dotmoe.common.files import Values
-from dotmoe.common.tables import Table, figure, in_bytes, millions, percent
+from dotmoe.common.tables import Table, figure, in_bytes, millions, percent, table_of
 from dotmoe.measure.bench import table as bench_table
 from dotmoe.measure.evaluate import MEASUREMENTS
 from dotmoe.measure.evaluate.models import sides_of
@@ -25,6 +25,11 @@ from dotmoe.measure.inspection.tables import counts_table
 from dotmoe.measure.report import RunResults
 from dotmoe.method.granularity import Granularity, parts_of
 
+TINY = (
+    "A model of 3 million parameters writes Python that looks like Python: it keeps indentation, "
+    "names and phrases of its library, and means nothing. So compare the two texts with each other."
+)
+"""What to expect of the samples of the quickstart."""
 UNITS = {"ffn": "neurons", "attention": "query heads"}
 """Name of the units of each target."""
 
@@ -38,7 +43,7 @@ class Block:
     text: str
     """Text of the block: a plot's caption, a sample's prompt, a folded text's title."""
     content: Any = None
-    """Name of the plot, the sample's continuations by model, or the folded text."""
+    """Name of the plot, the sample's continuations by model, or the folded text or table."""
 
 
 Blocks = list[str | Table | Block]
@@ -72,16 +77,19 @@ def _generation(run: RunResults, _: Values) -> Blocks:
     blocks = Blocks()
     if run.quickstart:
         with run.reading("../quickstart.json"):
-            own = run.quickstart["samples"]
-            texts = {"dense": own["dense"], run.name: own["moe"]}
-            blocks.append(Block("sample", own["prompt"], texts))
+            blocks.append(TINY)
+            for sample in run.quickstart["samples"]:
+                texts = {name: sample[name] for name in ("dense", "dotmoe")}
+                blocks.append(Block("sample", sample["prompt"], texts))
     if result := run.files.get("generation"):
         with run.reading("6_evaluate/generation.json"):
-            sides = sides_of(run.named(result))
+            sides, sampled = sides_of(run.named(result)), result.get("temperature")
+            how = f"sampled at temperature {sampled:g}" if sampled else "the most likely one"
+            blocks.append(f"Each token of the continuations is {how}.")
             for index, prompt in enumerate(result["model"]["prompts"][:3]):
                 texts = {side["name"]: side["texts"][index] for side in sides}
                 blocks.append(Block("sample", prompt, texts))
-    return blocks and ["Each continuation takes the most likely token at every step.", *blocks]
+    return blocks
 
 
 def _size(run: RunResults, results: Values) -> Blocks:
@@ -124,10 +132,13 @@ def _training(name: str, run: RunResults) -> Blocks:
 
 def _checks(_: RunResults, results: Values) -> Blocks:
     checks = [[name.replace("_", " "), figure(v)] for name, v in results["verification"].items()]
+    table = Table(
+        title="Export against masked dense model", columns=("check", "value"), rows=checks
+    )
     return [
-        "Before the checkpoint got its final name, stock Transformers loaded it and its output was "
-        "compared with that of the masked dense model, which was trained and measured.",
-        Table(title="Export against masked dense model", columns=("check", "value"), rows=checks),
+        "Yes: before the checkpoint got its final name, stock Transformers loaded it, and its "
+        "output was compared with that of the model that was measured.",
+        Block("folded", "Figures of the check", table),
     ]
 
 
@@ -191,6 +202,7 @@ def _missing(run: RunResults, results: Values) -> Blocks:
 
 
 SECTIONS: list[tuple[str, str, Section]] = [
+    ("Lost and gained, in full", "results", lambda run, _: [*verdict(run)]),
     ("Perplexity", "results", lambda run, _: [perplexity_table(run.models)]),
     ("Perplexity on other text", "perplexity", _measurement("perplexity")),
     ("Benchmark tasks", "", _tasks),
@@ -224,8 +236,31 @@ def sections(run: RunResults) -> dict[str, Blocks]:
     return {title: section for title, section in blocks.items() if section}
 
 
+def in_short(moe: Values, dense: Values, counts: Values) -> str:
+    """One sentence on what was lost and gained, in plain words."""
+    return (
+        f"Perplexity is {moe['perplexity'] / dense['perplexity']:.2f} times the dense model's (on "
+        f"{text_names(dense)}), and {millions(counts['active'])} of {millions(counts['dense'])} "
+        f"parameters ({percent(counts['active'] / counts['dense'])}) work on a token."
+    )
+
+
+def overview(models: Mapping[str, Values], counts: Values) -> Table:
+    """Perplexity of each model, also relative to the first, the dense one, and its work."""
+    dense = next(iter(models.values()))
+    columns: dict[str, Callable[[tuple[str, Values]], str]] = {
+        "model": lambda row: row[0],
+        "perplexity": lambda row: f"{row[1]['perplexity']:.2f}",
+        "times dense": lambda row: f"{row[1]['perplexity'] / dense['perplexity']:.3f}",
+        "parameters for a token": lambda row: millions(
+            counts["dense" if row[1] is dense else "active"]
+        ),
+    }
+    return table_of(models.items(), columns)
+
+
 def verdict(run: RunResults) -> list[str]:
-    """Sentences that stand alone: what was lost, what was gained, what the weights are."""
+    """Sentences in full: what was lost, what was gained, what the weights are, and notes."""
     results, export = run.results, run.export
     measured = results["granularity"]["active_experts"]
     sentences = [
@@ -270,9 +305,7 @@ def _lost(run: RunResults) -> str:
     others = {
         "Before repair it was": run.results.get("frozen"),
         "Before finetuning it was": run.results.get("converted", run.results.get("repaired")),
-        "A random split with its router trained as long and the same repair has": (
-            run.quickstart.get("random_split_repaired")
-        ),
+        "Static pruning with the same repair has": run.quickstart.get("static_pruning"),
     }
     for name, result in others.items():
         if result:
@@ -341,5 +374,7 @@ def _weights(run: RunResults) -> str:
     if export:
         origin += f". Format {export['format']}: {export['exactness']}"
     added = counts["stored"] - counts["dense"]
-    share = percent(added / counts["dense"])
+    share = percent(abs(added) / counts["dense"])
+    if added < 0:  # neurons were dropped
+        return f"{origin}. {-added:,} parameters ({share}) of the dense model are left out."
     return f"{origin}. The routers add {added:,} parameters ({share}) to those of the dense model."

@@ -26,7 +26,7 @@ from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
 from dotmoe.rivals.baselines.contract import BaselineConfig as BaselineConfig
 from dotmoe.rivals.baselines.contract import LayerSplit, Own
 from dotmoe.rivals.baselines.contract import SplitInputs as SplitInputs
-from dotmoe.rivals.baselines.controls import by_energy, dealt
+from dotmoe.rivals.baselines.controls import by_energy, dealt, static_pruning
 from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates, expert_weaver
 from dotmoe.rivals.baselines.llama_moe_v2 import llama_moe_v2
 from dotmoe.rivals.baselines.lte import above_threshold, lte
@@ -45,12 +45,15 @@ class Method(NamedTuple):
     """Method that makes the same experts: only the router is this one's own."""
     of_any_units: bool = False
     """Whether the method reads no weights, so that it can split query heads as well."""
+    is_static: bool = False
+    """Whether the same neurons run for every token, and all others are left out."""
 
 
 METHODS = {
     "random_split": Method(partial(dealt, at_random=True), of_any_units=True),
     "contiguous_split": Method(partial(dealt, at_random=False), of_any_units=True),
     "by_energy": Method(by_energy),
+    "static_pruning": Method(static_pruning, has_shared_expert=True, is_static=True),
     "weight_clusters": Method(weight_clusters, own=by_predictor),
     "co_activation": Method(co_activation, own=by_predictor),
     "lte": Method(lte, own=above_threshold, experts_of="weight_clusters"),
@@ -114,6 +117,9 @@ def granularity_of(method: str, split: Granularity) -> Granularity:
         raise UserError(
             f"{method} does not use shared. Leave it out, or choose dot_moe, {' or '.join(able)}."
         )
+    if chosen.is_static:
+        dropped = (split.num_experts - active) * split.expert_size
+        return replace(split, num_experts=active, dropped_size=dropped)
     if split.shared_size or not chosen.has_shared_expert:
         return split
     if active < 2:
@@ -130,13 +136,15 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
 
     `inputs.granularity` must come from `granularity_of`.
     """
-    split = inputs.granularity
+    split, chosen = inputs.granularity, METHODS[method]
     if split.beside:
         parts = [replace(inputs, granularity=part) for part in parts_of(split)]
         return Baseline(layout=joined(baseline(method, p, on_progress).layout for p in parts))
     experts, routers, owns = [], [], []
-    for index, (layer, expert_N, router_ED, own) in enumerate(METHODS[method].split(inputs)):
-        if inputs.config.split_router == "ridge":  # fitted to the routed experts, as in DOT-MoE
+    for index, (layer, expert_N, router_ED, own) in enumerate(chosen.split(inputs)):
+        if (
+            inputs.config.split_router == "ridge" and not chosen.is_static
+        ):  # fitted to the routed experts, as in DOT-MoE
             energy_TN = layer.energy()
             energy_TE = expert_sums(energy_TN, expert_N.to(energy_TN.device), split.num_experts)
             router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
@@ -188,7 +196,12 @@ def active_share(shares: list[Tensor], layers: int) -> dict[str, Any]:
 
 
 def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
-    """State whose affinities every solver rounds to the layout's experts, and its routers."""
+    """State whose affinities every solver rounds to the layout's experts, and its routers.
+
+    Raises a `UserError` for static pruning, whose router has no choice to learn.
+    """
+    if layout.granularity.dropped_size:
+        raise UserError("router_steps trains a router, but static pruning has none. Set it to 0.")
     if layout.beside:
         return joined(state_of(part, device) for part in parts_of(layout))
     split = layout.granularity

@@ -1,4 +1,4 @@
-"""Control splits that show what the choice of experts is worth: random, as stored, by energy.
+"""Controls that show what the choice of experts is worth: random, as stored, by energy, static.
 
 `random_split` is LLaMA-MoE v1's independent random split: every neuron gets one label, every label
 equally often, in random order. Different here: each layer's order has its own seed; the random
@@ -10,13 +10,17 @@ Kaiming-uniform, and our plain sum needs no scale factor.
 
 `by_energy` is as near to static pruning as experts of equal size come: the first expert holds the
 neurons that contribute most on average, and a router row is the mean energy of its expert times the
-mean input, so that almost always the same experts run. Compare it to see what routing adds.
+mean input, so that almost always the same experts run.
+
+`static_pruning` keeps the neurons of largest mean energy, as many as a conversion runs for a token,
+and leaves all others out: every expert runs for every token. Compare it to see what routing adds.
 """
 
 from collections.abc import Iterator
 
 import torch
 
+from dotmoe.method.layout import ALWAYS_ON, DROPPED
 from dotmoe.rivals.baselines.contract import LayerSplit, SplitInputs, means
 
 
@@ -39,3 +43,16 @@ def by_energy(inputs: SplitInputs) -> Iterator[LayerSplit]:
         expert_N = energy_N.argsort(descending=True).argsort() // split.expert_size
         mean_energy_E1 = means(energy_N[:, None], expert_N, split.num_experts)
         yield LayerSplit(layer, expert_N, mean_energy_E1 * layer.x_TD.mean(dim=0))
+
+
+def static_pruning(inputs: SplitInputs) -> Iterator[LayerSplit]:
+    """Keep each layer's neurons of largest mean energy; the router has no choice."""
+    split = inputs.granularity
+    for layer in inputs.layers():
+        rank_N = layer.energy().mean(dim=0).argsort(descending=True).argsort()
+        expert_N = (rank_N - split.shared_size).div(split.expert_size, rounding_mode="floor")
+        expert_N[expert_N >= split.num_experts] = DROPPED
+        expert_N[rank_N < split.shared_size] = ALWAYS_ON
+        shape = split.num_experts, layer.x_TD.shape[1]
+        router_ED = torch.randn(shape, generator=layer.generator)  # all experts run: any will do
+        yield LayerSplit(layer, expert_N, router_ED.to(layer.x_TD.device))
