@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
 from dotmoe.export.record import set_active_experts
-from dotmoe.measure.evaluate import EvaluateConfig, evaluate, models
+from dotmoe.measure.evaluate import EvaluateConfig, evaluate
 from dotmoe.method.masked import masked_by
+from dotmoe.models import scoring
 from dotmoe.models.load import LoadConfig
 
 FORMATS = {"llama": "glm4_moe", "qwen2": "qwen2_moe", "granite": "granitemoe", "olmo2": "flex_olmo"}
@@ -31,7 +32,7 @@ def compared(actual, dense):
 
 @pytest.mark.parametrize("family", FORMATS)
 def test_every_figure_is_what_torch_computes_from_whole_logits(family, exported, monkeypatch):
-    monkeypatch.setattr(models, "CHUNK_LOGITS", 264 * 7)
+    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 264 * 7)
     case = exported(family, format=FORMATS[family])
     found = measured(case.folder, case.corpus, against=case.dense.source)
     with torch.no_grad():

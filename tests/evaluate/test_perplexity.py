@@ -28,6 +28,7 @@ from dotmoe.measure.evaluate.perplexity import (
     packed_text,
     perplexity,
 )
+from dotmoe.models import scoring
 from dotmoe.models.load import LoadConfig, load_dense
 from dotmoe.text.sources import Continuation, DataConfig, documents
 
@@ -133,7 +134,7 @@ def test_loss_is_the_one_that_transformers_computes(family, options, dense_of, m
             total += float(other(input_ids=row, labels=row).loss) * (row.shape[1] - 1)
         count += row.shape[1] - 1
     for batch_size, chunk in ((1, 1 << 25), (5, 264 * 7), (100, 1)):
-        monkeypatch.setattr(models, "CHUNK_LOGITS", chunk)
+        monkeypatch.setattr(scoring, "CHUNK_LOGITS", chunk)
         result = perplexity(stock_nats(dense.model), text_of(dense), 64, batch_size)
         assert result["tokens"] == count
         assert result["loss"] == pytest.approx(total / count, rel=1e-5)
@@ -271,7 +272,7 @@ def test_memory_that_runs_out_is_not_the_fault_of_the_checkpoint(error, tmp_path
 def test_the_embedded_model_is_not_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "embedded").mkdir()
-    assert models.model_folder("embedded").parent.name == "dotmoe"
+    assert models.model_folder("embedded").parent.name == "models"
 
 
 def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(

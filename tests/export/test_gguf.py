@@ -247,7 +247,7 @@ def test_what_float16_cannot_hold_is_refused(tmp_path):
 WITHOUT_GGUF = """
 import sys
 sys.modules["gguf"] = None  # makes every import of it fail, installed or not
-from dotmoe.export.architectures import formats_like
+from dotmoe.export.choice import formats_like
 try:
     formats_like("gguf_llama")
 except Exception as error:

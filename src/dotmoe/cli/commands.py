@@ -26,7 +26,7 @@ from dotmoe.common.files import DamagedError, read_json
 from dotmoe.common.options import check, from_values
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, to_rich
-from dotmoe.export.architectures import explained
+from dotmoe.export.choice import explained
 from dotmoe.measure import bench
 from dotmoe.measure.analyse import analyse
 from dotmoe.measure.analyse.run import AnalyseConfig

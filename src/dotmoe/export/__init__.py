@@ -12,7 +12,7 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import complete_folder, new_folder
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.worker import WorkerDiedError
-from dotmoe.export.architectures import GGUF_NAMES, format_for
+from dotmoe.export.choice import GGUF_NAMES, format_for
 from dotmoe.export.format import (
     EXPORTED,
     Conversion,

@@ -1,7 +1,7 @@
-"""The MoE architectures of Transformers, and the choice of the format for a model."""
+"""The MoE architectures of Transformers."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from dotmoe.common.errors import UserError, nearest, require_package
-from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_names, shared_experts
+from dotmoe.export.format import Conversion, Gating, TensorSpec, layer_names, shared_experts
 from dotmoe.export.transformers_format import GATES, TransformersFormat
 from dotmoe.method.granularity import Granularity, count_parameters, parts_of
 from dotmoe.models import modeling_dotmoe
@@ -313,57 +312,3 @@ class _DotMoe(TransformersFormat):
 _MADE = (_Glm4Moe(), _Mixtral(), _Qwen2Moe(), _Qwen3Moe(), _GraniteMoe(), _FlexOlmo(), _DotMoe())
 FORMATS: dict[str, TransformersFormat] = {form.name: form for form in _MADE}
 """Formats in order of preference: the first that can hold a model is its default."""
-GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
-"""`gguf` selects the first of the next two that can hold the model; `gguf_dense`, the dense model,
-is for measurements, and no help or message names it."""
-
-
-def explained() -> str:
-    """One line for each format: the software that runs it, and whether k can be edited."""
-    kinds = {True: "can be edited", False: "is fixed"}
-    return "\n\n".join(
-        f"{name}: runs in {', '.join(form.servers)}; k {kinds[form.active_experts_editable]}."
-        for name, form in FORMATS.items()
-    )
-
-
-def formats_like(name: str) -> Mapping[str, Format]:
-    """All formats of the container (Transformers or GGUF) of `name`, in order of preference."""
-    if name == "auto" or name in FORMATS:
-        return FORMATS
-    if name in GGUF_NAMES:
-        require_package("gguf", "gguf", f"export format {name}")
-        from dotmoe.export.gguf_format import GGUF_FORMATS
-
-        return {form.name: form for form in GGUF_FORMATS}
-    names = ["auto", *FORMATS, *GGUF_NAMES[:-1]]
-    raise UserError(
-        f"export format is {name!r}, which dotmoe cannot write. "
-        f"Formats: {', '.join(names)}.{nearest(name, names)}"
-    )
-
-
-def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
-    """The format called `name`, or for `auto` and `gguf` the first that can hold the model.
-
-    Of those that can, `auto` and `gguf` take the first with the longest context.
-    If it cannot hold the model, the error names the formats that can; if none can, `auto` and
-    `gguf` give the reason of a format that holds the model split in another way.
-    """
-    leading, layers = split.first_dense_layers, dense.widths.layers
-    if leading >= layers:
-        raise UserError(
-            f"first_dense_layers is {leading}, but the model has {layers} layers, of which at "
-            f"least one must be split. Choose 0 to {layers - 1}."
-        )
-    forms = formats_like(name)
-    refusals = {each: form.unsupported(dense, split, dtype) for each, form in forms.items()}
-    able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
-    able.sort(key=lambda each: -forms[each].context(dense))
-    plain = replace(split, expert_size=64, shared_size=0, first_dense_layers=0)
-    native = [n for n in forms if refusals[n] and not forms[n].unsupported(dense, plain, dtype)]
-    chosen = name if name in forms else [*able, *native, *forms][0]
-    if refusal := refusals[chosen]:
-        others = f" Formats that can hold it: {', '.join(able)}." if able else ""
-        raise UserError(refusal + others)
-    return forms[chosen]

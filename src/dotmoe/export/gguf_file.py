@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,16 +16,13 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import require_finite, require_free
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export import llama_cpp
-from dotmoe.export.format import Conversion, TensorSpec
+from dotmoe.export.format import Conversion, Format, TensorSpec
 from dotmoe.export.routers import beyond
 from dotmoe.export.verify import logits_error, logits_of, top1_agreement
 from dotmoe.method.masked import masked_by
 from dotmoe.models.from_gguf import GgufFile
 from dotmoe.models.on_disk import on_disk
 from dotmoe.models.tokenizer import PROBES
-
-if TYPE_CHECKING:
-    from dotmoe.export.gguf_format import GgufFormat
 
 _KINDS = {
     bool: GGUFValueType.BOOL,
@@ -110,7 +107,7 @@ def write_with_active_experts(path: Path, active_experts: int, out: Path) -> Non
 
 
 def check_gguf(
-    form: "GgufFormat", conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
+    form: Format, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
 ) -> tuple[dict[str, Any], list[str]]:
     """Compare every key and byte of a file, and run it if llama-cpp-python is installed.
 
@@ -145,7 +142,7 @@ def check_gguf(
 
 @torch.no_grad()
 def _run(
-    form: "GgufFormat", conversion: Conversion, file: GgufFile, tokens_BT: Int[Tensor, "B T"]
+    form: Format, conversion: Conversion, file: GgufFile, tokens_BT: Int[Tensor, "B T"]
 ) -> dict[str, Any]:
     """Compare llama.cpp with float32 Transformers on the dense weights, each with its own routing.
 
@@ -200,7 +197,7 @@ def _compare_tokens(model: llama_cpp.LlamaCppModel, file: GgufFile, stock: Any) 
     return len(PROBES)
 
 
-def _problems(run: dict[str, Any], form: "GgufFormat", gguf_type: str) -> list[str]:
+def _problems(run: dict[str, Any], form: Format, gguf_type: str) -> list[str]:
     is_exact = form.gating.exponent is not None or not form.splits
     limit = (EXACT_GATES_ERROR if is_exact else SOFTMAX_GATES_ERROR) + STORED_ERROR[gguf_type]
     is_routed = form.splits and not (is_exact and gguf_type == "f32")

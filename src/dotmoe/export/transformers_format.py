@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dotmoe.common.files import require_finite, require_free, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec
-from dotmoe.export.verify import verify
+from dotmoe.export.verify import Reloadable, verify
 from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity
 from dotmoe.models.checkpoint import DTYPES
 from dotmoe.models.family import DenseModel
@@ -64,7 +64,7 @@ _LIMITS = {
 or the remedy. Each was found in the server's source; tests/serving records where."""
 
 
-class TransformersFormat(Format):
+class TransformersFormat(Reloadable):
     """A Transformers checkpoint: config.json, safetensors, tokenizer; subclasses per model type."""
 
     servers: tuple[str, ...] = ("Transformers", "vLLM", "SGLang")
@@ -82,11 +82,6 @@ class TransformersFormat(Format):
     router_weight: str = "weight"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's projections (gate, up, down) in the files."""
-    block_has_shared: bool = True
-    """Whether the output of a block includes that of the shared expert."""
-    block_error: float = 4e-3
-    """Largest accepted median relative error of a block in float32. Random routers cause 3e-4, a
-    real model's routers at k = E / 2 cause 1.5e-3."""
     check = verify
 
     def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
@@ -201,15 +196,12 @@ class TransformersFormat(Format):
         return [layer.get_submodule(self.block_name) for layer in layers]
 
     def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
-        """For each layer, the module called with the router's input, and that with the output."""
         return [(block, block) for block in self.blocks(model)]
 
     def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
-        """Indices of the k experts that a reloaded block runs for each token, [T, K]."""
         return cast(Tensor, block.get_submodule(self.router_name)(x_TD)[2])
 
     def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
-        """Set k in the split layers of a reloaded model."""
         setattr(cast(Any, model).config, self.active_experts_key, active_experts)
         blocks = self.blocks(model)
         for layer in layers:

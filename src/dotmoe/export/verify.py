@@ -4,11 +4,12 @@ Both compute in float32 from the written weights. Metrics are quantiles over tok
 which every language model has, are counted and left out of the metrics of a block.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +18,13 @@ from torch import Tensor, nn
 
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import read_json
-from dotmoe.export.format import Conversion
+from dotmoe.export.format import Conversion, Format
 from dotmoe.export.routers import MISROUTED, beyond, largest_share, misrouted_share, outliers_in
 from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import input_hooks, neuron_mask, routed
 from dotmoe.models.family import TARGETS
 from dotmoe.models.on_disk import exported_on_disk, on_disk
-
-if TYPE_CHECKING:
-    from dotmoe.export.transformers_format import TransformersFormat
 
 FOLDED = 2.0**-8
 """Relative error of a block whose down projections were rounded to bfloat16 after scaling."""
@@ -38,9 +36,31 @@ DISAGREEMENT = 1e-2
 standard errors; it grows in the same way."""
 
 
+class Reloadable(Format):
+    """A format that Transformers runs; the hooks into a reloaded model that `verify` needs."""
+
+    block_has_shared: bool = True
+    """Whether the output of a block includes that of the shared expert."""
+    block_error: float = 4e-3
+    """Largest accepted median relative error of a block in float32. Random routers cause 3e-4, a
+    real model's routers at k = E / 2 cause 1.5e-3."""
+
+    @abstractmethod
+    def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
+        """For each layer, the module called with the router's input, and that with the output."""
+
+    @abstractmethod
+    def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
+        """Indices of the k experts that a reloaded block runs for each token, [T, K]."""
+
+    @abstractmethod
+    def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
+        """Set k in the split layers of a reloaded model."""
+
+
 @torch.no_grad()
 def verify(
-    form: "TransformersFormat", conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
+    form: Reloadable, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
 ) -> tuple[dict[str, Any], list[str]]:
     """Check an exported folder block by block, then its logits at its own k and at k = E.
 
@@ -143,7 +163,7 @@ def problems(measured: Mapping[str, Any], block_error: float, rounding: float) -
 
 
 def _compare(
-    form: "TransformersFormat",
+    form: Reloadable,
     conversion: Conversion,
     layout: ExpertLayout,
     layer: int,

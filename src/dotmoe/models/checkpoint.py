@@ -83,6 +83,11 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     return folder
 
 
+def at_revision(source: str, revision: str | None) -> str:
+    """The name of a hub model at a commit, `org/name@commit`; `source` itself without a commit."""
+    return source if revision is None else f"{source.partition('@')[0]}@{revision}"
+
+
 def _cached(name: str, revision: str) -> Path | None:
     """Folder of the hub's cache with a whole checkpoint, though the hub has more files of it."""
     config = try_to_load_from_cache(name, "config.json", revision=revision or None)

@@ -26,6 +26,7 @@ from dotmoe.common.files import is_finite, read_json
 from dotmoe.common.options import HOW
 from dotmoe.models.checkpoint import (
     Tensors,
+    at_revision,
     checkpoint_folder,
     is_local,
     tensor_files,
@@ -40,7 +41,6 @@ from dotmoe.models.family import (
 )
 from dotmoe.models.on_disk import held_in_memory, on_disk, quiet_transformers
 from dotmoe.models.tokenizer import load_tokenizer
-from dotmoe.run.folder import at_revision
 
 Sharding = Literal["auto", "replicate", "shard"]
 LARGEST_SHARE = 0.5

@@ -12,7 +12,7 @@ from dotmoe.common.files import new_folder
 from dotmoe.common.options import at_least, check
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export import export
-from dotmoe.export.architectures import GGUF_NAMES
+from dotmoe.export.choice import GGUF_NAMES
 from dotmoe.export.format import GgufConfig
 from dotmoe.export.record import ExportRecord, set_active_experts
 from dotmoe.measure.analyse.run import expert_energies

@@ -38,6 +38,7 @@ from dotmoe.common.files import (
     write_text,
 )
 from dotmoe.common.options import COMMAND, differences, from_values, identity, values_of
+from dotmoe.models.checkpoint import at_revision
 
 STAGES = {
     "data": "0_data",
@@ -285,11 +286,6 @@ class RunFolder:
             remove(path)
         with suppress(OSError):
             self.path.rmdir()
-
-
-def at_revision(source: str, revision: str | None) -> str:
-    """The name of a hub model at a commit, `org/name@commit`; `source` itself without a commit."""
-    return source if revision is None else f"{source.partition('@')[0]}@{revision}"
 
 
 def export_folder(path: Path) -> Path:

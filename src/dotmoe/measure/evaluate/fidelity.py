@@ -17,13 +17,12 @@ from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.measure.evaluate.models import (
     EvaluateConfig,
     dense_model_of,
-    hidden_states,
     loaded,
-    logits_in_parts,
     model_folder,
 )
 from dotmoe.measure.evaluate.perplexity import error_over, packed_text, text_names
 from dotmoe.models.family import family_of
+from dotmoe.models.scoring import hidden_states, logits_in_parts
 
 
 @torch.no_grad()

@@ -19,17 +19,15 @@ from dotmoe.common.files import Values
 from dotmoe.common.options import at_least
 from dotmoe.common.progress import Progress, Update
 from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
-from dotmoe.models.checkpoint import EMBEDDED, checkpoint_folder, require_checkpoint
-from dotmoe.models.family import stated
+from dotmoe.models.checkpoint import EMBEDDED, at_revision, checkpoint_folder, require_checkpoint
 from dotmoe.models.load import LoadConfig, load_weights, resolved_dtype
+from dotmoe.models.scoring import hidden_states, nats_of
 from dotmoe.models.tokenizer import load_tokenizer
-from dotmoe.run.folder import RunFolder, at_revision, export_folder
+from dotmoe.run.folder import RunFolder, export_folder
 
 TokenNats = Callable[[Tensor], Tensor]
 """Token ids [B, T] -> cross-entropy of every token but the first of each row, in nats: float64 on
 the CPU, [B, T - 1]. Rows are independent. Perplexity needs nothing else of a model."""
-CHUNK_LOGITS = 1 << 25
-"""Maximum number of logits computed at once for one model: 128 MiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,16 +293,6 @@ def stock_nats(model: Any) -> TokenNats:
     return nats
 
 
-def nats_of(model: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
-    """Cross-entropy of tokens given the LM head's hidden states, float64 on the CPU, [B, T]."""
-    labels_T = labels_BT.flatten().long().to(hidden_BTD.device)
-    parts = [
-        cross_entropy(logits_TV, labels_T[part], reduction="none")
-        for part, logits_TV in logits_in_parts(model, hidden_BTD.flatten(0, 1))
-    ]
-    return torch.cat(parts).double().cpu().view(labels_BT.shape)
-
-
 def row_nats(logits_of: Callable[[Tensor], Tensor]) -> TokenNats:
     """Score tokens by a runtime that gives all logits [T, V] of one text [T], such as llama.cpp."""
 
@@ -312,26 +300,3 @@ def row_nats(logits_of: Callable[[Tensor], Tensor]) -> TokenNats:
         return cross_entropy(logits_of(row[:-1]).double(), row[1:].long(), reduction="none")
 
     return lambda tokens_BT: torch.stack([nats(row) for row in tokens_BT])
-
-
-def hidden_states(model: Any, tokens_BT: Tensor) -> Tensor:
-    """Hidden states after the last norm, which the LM head reads: [B, T, D]."""
-    device = next(model.parameters()).device
-    output = model.base_model(input_ids=tokens_BT.long().to(device), use_cache=False)
-    hidden_BTD: Tensor = output.last_hidden_state
-    return hidden_BTD
-
-
-def logits_in_parts(model: Any, hidden_TD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Iterate over parts of a text and their logits in float32, at most `CHUNK_LOGITS` at once.
-
-    Applies the scaling of logits of Granite and Cohere, and the soft-capping of Gemma.
-    """
-    config, head = model.base_model.config, model.get_output_embeddings()
-    scale, divisor = stated(config, "logit_scale", 1), stated(config, "logits_scaling", 1)
-    cap = stated(config, "final_logit_softcapping")
-    rows = max(1, CHUNK_LOGITS // int(config.vocab_size))
-    for start in range(0, len(hidden_TD), rows):
-        part = slice(start, start + rows)
-        logits_TV = head(hidden_TD[part]).float() * scale / divisor
-        yield part, logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap

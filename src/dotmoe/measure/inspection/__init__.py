@@ -12,7 +12,8 @@ from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import at_least, check
 from dotmoe.export import settled_experts
-from dotmoe.export.architectures import FORMATS, format_for
+from dotmoe.export.architectures import FORMATS
+from dotmoe.export.choice import format_for
 from dotmoe.export.format import EXPORTED, yarn_notes
 from dotmoe.export.llama_cpp import most_active_experts_of
 from dotmoe.export.transformers_format import TransformersFormat, limits_met

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dotmoe.measure.evaluate.models import nats_of
 from dotmoe.models.family import Stream, num_parameters
+from dotmoe.models.scoring import nats_of
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs
 
 
