@@ -284,7 +284,7 @@ class _Streams:
     ) -> None:
         self.maskings = maskings_of(dense, layout)
         self._model, self._config, self._device = dense, config, dense.device
-        self._traits = dense.family.traits(dense.config)
+        self._traits = dense.traits
         self._layers = dense.family.layers(dense.model)
         wanted = config.tokens(layout.granularity, dense.config)
         tokens_BT, self._num_fitted = _drawn(blocks, wanted)
