@@ -13,8 +13,9 @@ from dotmoe.checkpoint import on_disk
 from dotmoe.cli import run
 from dotmoe.data import TokenBlocks
 from dotmoe.finetuning import trained_model
-from dotmoe.finetuning.repair import RIDGES, RepairConfig, repair
+from dotmoe.finetuning.repair import RIDGES, NormalEquations, RepairConfig, refit, repair
 from dotmoe.finished_run import FinishedRun
+from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, left_on_disk, load_described
 from dotmoe.models.family import TARGETS
@@ -106,6 +107,41 @@ def test_a_layer_is_the_ridge_regression_of_what_is_missing(
     actual = (after[name].double() - before[name].double()).T.numpy()
     assert np.abs(actual - change).max() < 2e-3 * np.abs(change).max()
     assert [key for key in before if not torch.equal(before[key], after[key])] == [name]
+
+
+def test_a_refit_that_held_out_rows_do_not_gain_from_is_zero():
+    """Held-out rows lack the opposite of what the others lack."""
+    hidden_TN, missing_TD = torch.randn(50, 6), torch.randn(50, 4)
+    sides = {}
+    for sign in (1, -1):
+        sides[sign] = NormalEquations(6, 4, torch.device("cpu"))
+        sides[sign].add(hidden_TN, sign * missing_TD, torch.ones(50))
+    change, found = refit(sides[1], sides[-1], whole=True)
+    assert (float(change.abs().max()), found) == (0.0, {"ridge": None, "heldout_error": 1.0})
+    change, found = refit(sides[1], sides[1], whole=False)
+    assert found["heldout_error"] < 1 < 1 + float(change.abs().max())
+
+
+def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
+    dense_of, layout_of, text, tmp_path, monkeypatch
+):
+    """Then the refit is kept, which changes the output projection alone."""
+    monkeypatch.setattr("dotmoe.finetuning.repair._RATE", 1e4)
+    dense = dense_of("llama")
+    before = {name: value.clone() for name, value in dense.model.state_dict().items()}
+    config = RepairConfig(repair_tokens=960, repair_epochs=2)
+    found = repair(dense, layout_of(dense), text, config, folder=tmp_path)
+    after = made(dense, tmp_path).model.state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {f"model.layers.{index}.mlp.down_proj.weight" for index in range(2)}
+    assert all(0 < layer["trained_error"] < 1 for layer in found["layers"])
+
+
+@pytest.mark.parametrize(("target", "inputs"), [("ffn", 96), ("attention", 64)])
+def test_a_repair_reads_40_tokens_for_each_input_by_default(target, inputs, dense_of):
+    dense = dense_of("llama")
+    split = Granularity(num_experts=4, expert_size=8, active_experts=2, target=target)
+    assert RepairConfig().tokens(split, dense.config) == 40 * inputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
