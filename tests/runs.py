@@ -44,7 +44,9 @@ FORMATS_OF = {
     "olmo2": ("flex_olmo",),
 }
 """Formats that can hold a plain model of each family, that of `--format auto` first."""
-FORMATS_OF_KIN = dict.fromkeys(("internlm3", "iquestcoder", "cwm"), ("glm4_moe", "mixtral"))
+FORMATS_OF_KIN = dict.fromkeys(
+    ("internlm3", "iquestcoder", "cwm", "ministral"), ("glm4_moe", "mixtral")
+)
 FORMATS_OF_KIN["seed_oss"] = ("glm4_moe",)
 """The same of families that differ from one of those in their config alone; heads are 128 wide."""
 GRANITE_FACTORS = {

@@ -1,6 +1,7 @@
 """`dotmoe analyse`: every analysis of a tiny run, made once, from inputs that did not change."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from dotmoe.common.errors import UserError
 from dotmoe.measure.analyse import ANALYSES, AnalyseConfig, analyse, experts
 from dotmoe.measure.analyse.experts import costs_said
+from dotmoe.method.align import Alignment
 from dotmoe.method.layout import ALWAYS_ON
 from dotmoe.method.masked import masked_by
 from dotmoe.models.load import LoadConfig, load_dense
@@ -109,6 +111,29 @@ def test_parts_of_a_step_make_up_the_step_and_leave_the_run_as_it_was(folder):
     assert values["overhead"] == pytest.approx(method / (values["step_s"] - method))
     assert values["tokens_a_step"] == 2 * 32
     assert (folder / "2_align" / "state.safetensors").read_bytes() == state
+
+
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [
+        ("teacher", "dense forward"),
+        ("hidden", "student forward"),
+        ("distil", "head and losses"),
+        ("differentiate", "backward"),
+    ],
+)
+def test_time_that_a_method_takes_counts_under_its_own_name(method, part, folder, monkeypatch):
+    plain = getattr(Alignment, method)
+
+    def slow(*arguments, **options):
+        start = time.perf_counter()
+        while time.perf_counter() < start + 0.5:  # of the processor, too
+            pass
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(Alignment, method, slow)
+    shares = analysed(folder, "overhead_profile", profile_steps=1)["values"]["shares"]
+    assert max(shares, key=shares.get) == part
 
 
 def test_a_silent_router_is_warned_of(folder, command, monkeypatch):

@@ -90,6 +90,10 @@ def test_checkpoints_and_gguf_files_are_measured(runtime, pair, request):
     ffn, outside = 3 * 64 * 96, 2 * (2 * 64 * 64 + 2 * 64 * 32) + 64 * 264
     assert products(result, "dense") == outside + 2 * ffn
     assert products(result, "moe") == outside + 2 * (ffn * 32 // 96 + 12 * 64)
+    if not is_gguf:  # norms have no product; all of this decodes one token in float32
+        for side in ("dense", "moe"):
+            held = 4 * (products(result, side) + (2 * 2 + 1) * 64)
+            assert result["points"][1][side]["weight_bytes"] == held
     printed = to_markdown(table(result))
     assert "decode x 3" in printed
     assert "3 of 12 experts" in printed

@@ -119,6 +119,39 @@ def test_a_nan_is_beyond_every_limit_and_those_of_logits_grow_with_the_depth(sou
     assert problems(found | {"layers": found["layers"] * 8}, 2e-3, 0.0) == []
 
 
+@pytest.mark.parametrize(
+    ("metric", "limit", "words"),
+    [  # of 512 tokens: a share and four standard errors of a Poisson count
+        ("misrouted", 0.05 + 4 * (0.05 / 512) ** 0.5, "layer 0: share of misrouted tokens"),
+        ("block_error", 4e-3, "layer 0: median relative block error"),
+        ("block_error_tail", 2e-2, "layer 0: 95th percentile of the block error"),
+        ("top1_agreement", 0.01 + 4 * (0.01 / 512) ** 0.5, "top-1 disagreement"),
+        ("logits_error", 5e-3, "median logit error"),
+        ("logits_error_tail", 2.5e-2, "95th percentile of the logit error"),
+        ("dense_error", 2e-3, "median logit error at k = E"),
+    ],
+)
+def test_each_metric_alone_is_a_problem_beyond_its_limit(metric, limit, words):
+    layer = {"layer": 0} | dict.fromkeys(("misrouted", "block_error", "block_error_tail"), 0.0)
+    for factor, is_wrong in ((0.99, False), (1.01, True)):
+        value = factor * limit
+        found = {"tokens": 512, "layers": [layer], "top1_agreement": 1.0} | dict.fromkeys(
+            ("logits_error", "logits_error_tail", "dense_error"), 0.0
+        )
+        if metric in layer:
+            found["layers"] = [layer | {metric: value}]
+        else:
+            found[metric] = 1 - value if metric == "top1_agreement" else value
+        said = problems(found, 4e-3, 0.0)
+        assert [f": {words} is" in each for each in said] == [True] * is_wrong
+
+
+def test_a_tail_lies_above_the_median(sound):
+    found = sound[3].verification
+    for each, name in [(found, "logits_error"), *((e, "block_error") for e in found["layers"])]:
+        assert each[f"{name}_tail"] > each[name] > 0
+
+
 def test_the_block_reference_is_the_sum_of_expert_outputs(dense_of, layout_of):
     dense = dense_of("llama")
     layout = layout_of(dense)

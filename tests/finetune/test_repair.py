@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from dotmoe.cli import run
 from dotmoe.measure.report import RunResults
 from dotmoe.method.finetuning import trained_model
+from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.method.repair import RIDGES, RepairConfig, repair
+from dotmoe.method.repair import RIDGES, NormalEquations, RepairConfig, refit, repair
 from dotmoe.models import on_disk
 from dotmoe.models.family import TARGETS
 from dotmoe.models.load import LoadConfig, left_on_disk, load_described
@@ -106,6 +107,41 @@ def test_a_layer_is_the_ridge_regression_of_what_is_missing(
     actual = (after[name].double() - before[name].double()).T.numpy()
     assert np.abs(actual - change).max() < 2e-3 * np.abs(change).max()
     assert [key for key in before if not torch.equal(before[key], after[key])] == [name]
+
+
+def test_a_refit_that_held_out_rows_do_not_gain_from_is_zero():
+    """Held-out rows lack the opposite of what the others lack."""
+    hidden_TN, missing_TD = torch.randn(50, 6), torch.randn(50, 4)
+    sides = {}
+    for sign in (1, -1):
+        sides[sign] = NormalEquations(6, 4, torch.device("cpu"))
+        sides[sign].add(hidden_TN, sign * missing_TD, torch.ones(50))
+    change, found = refit(sides[1], sides[-1], whole=True)
+    assert (float(change.abs().max()), found) == (0.0, {"ridge": None, "heldout_error": 1.0})
+    change, found = refit(sides[1], sides[1], whole=False)
+    assert found["heldout_error"] < 1 < 1 + float(change.abs().max())
+
+
+def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
+    dense_of, layout_of, text, tmp_path, monkeypatch
+):
+    """Then the refit is kept, which changes the output projection alone."""
+    monkeypatch.setattr("dotmoe.method.repair._RATE", 1e4)
+    dense = dense_of("llama")
+    before = {name: value.clone() for name, value in dense.model.state_dict().items()}
+    config = RepairConfig(repair_tokens=960, repair_epochs=2)
+    found = repair(dense, layout_of(dense), text, config, folder=tmp_path)
+    after = made(dense, tmp_path).model.state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {f"model.layers.{index}.mlp.down_proj.weight" for index in range(2)}
+    assert all(0 < layer["trained_error"] < 1 for layer in found["layers"])
+
+
+@pytest.mark.parametrize(("target", "inputs"), [("ffn", 96), ("attention", 64)])
+def test_a_repair_reads_40_tokens_for_each_input_by_default(target, inputs, dense_of):
+    dense = dense_of("llama")
+    split = Granularity(num_experts=4, expert_size=8, active_experts=2, target=target)
+    assert RepairConfig().tokens(split, dense.config) == 40 * inputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -50,6 +50,7 @@ MEMBERS = {
     "internlm3": [{}],
     "iquestcoder": [WIDE_HEADS],
     "seed_oss": [{}, {"attention_out_bias": True}, {"attention_bias": False}],
+    "ministral": [{**WIDE_HEADS, "sliding_window": 16, "layer_types": HALF}],
     "cwm": [{"sliding_window": 16, "layer_types": HALF}, {"sliding_window": 16}],
 }
 """Configs of each family, which between them have every feature that it can have."""
@@ -86,7 +87,7 @@ def test_a_family_cannot_be_registered_without_being_in_this_suite():
 @every_case
 def test_traits_are_those_of_the_stock_module(case, dense_of):
     dense = dense_of(case[0], **case[1])
-    traits = dense.family.traits(dense.config)
+    traits = dense.traits
     for layer in dense.model.model.layers:
         attention, names = layer.self_attn, set(layer.state_dict())
         biases = {name.split(".")[1][0] for name in names if name.endswith("_proj.bias")}
@@ -110,7 +111,7 @@ def test_traits_are_those_of_the_stock_module(case, dense_of):
 def test_the_parts_compute_what_the_stock_model_does(case, dense_of, tokens_BT):
     dense = dense_of(case[0], **case[1])
     hidden = dense.family.trunk(dense.model)(input_ids=tokens_BT).last_hidden_state
-    divisor = dense.family.traits(dense.config).multipliers.logits_divisor
+    divisor = dense.traits.multipliers.logits_divisor
     logits = dense.family.head(dense.model)(hidden) / divisor
     torch.testing.assert_close(logits, logits_of(dense.model, tokens_BT))
     for layer in dense.family.layers(dense.model):
@@ -133,7 +134,7 @@ def test_the_parts_compute_what_the_stock_model_does(case, dense_of, tokens_BT):
 )
 def test_up_to_the_stated_window_attention_is_full(family, config, window, dense_of, tokens_BT):
     dense = dense_of(family, **config)
-    assert dense.family.traits(dense.config).sliding_window == window
+    assert dense.traits.sliding_window == window
     full = AutoModelForCausalLM.from_pretrained(dense.folder)
     full.config.sliding_window = None if family in ("mistral", "phi3") else 4096
     expected, logits = logits_of(full, tokens_BT), logits_of(dense.model, tokens_BT)

@@ -58,7 +58,7 @@ class _Glm4Moe(TransformersFormat):
         return f"{split}, down projections times two (exact); {GATES}"
 
     def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
-        config, traits = super().config(dense, split, dtype), dense.family.traits(dense.config)
+        config, traits = super().config(dense, split, dtype), dense.traits
         # Transformers 5.x reads it here, 4.5x from the top level; the default is 0.5.
         config["rope_parameters"]["partial_rotary_factor"] = traits.rotated
         return config | {
@@ -154,7 +154,7 @@ class _GraniteMoe(TransformersFormat):
     block_has_shared = False
 
     def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
-        traits, size = dense.family.traits(dense.config), split.shared_size
+        traits, size = dense.traits, split.shared_size
         multipliers, attention = traits.multipliers, traits.multipliers.attention
         config = super().config(dense, split, dtype) | {
             "embedding_multiplier": multipliers.embedding,
@@ -203,7 +203,7 @@ class _DotMoe(TransformersFormat):
     def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         if split.targets == "ffn":
             return f"{self.name} is for experts made of heads. Set targets to attention or both."
-        if dense.family.traits(dense.config).rotated != 1:
+        if dense.traits.rotated != 1:
             return f"{dense.source} has partly rotated heads, which {self.name} cannot hold."
         if split.target == "attention":  # no stock kernel limits the sizes of these experts
             return None
@@ -281,7 +281,7 @@ class _DotMoe(TransformersFormat):
         columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
         axis_of = {"o_proj.weight": 1}
         # If one norm spans all queries, W_Q is computed in full.
-        if dense.family.traits(dense.config).qk_norm != "full":
+        if dense.traits.qk_norm != "full":
             axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
         for name in layer_names(dense, layer, ffn=ffn is None):
             axis = axis_of.get(name.removeprefix(f"{place}self_attn."))

@@ -237,17 +237,10 @@ def require_no_others(dense: DenseModel, tensors: Tensors, format_name: str) -> 
 
 def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]:
     """Names of a layer's tensors in LLaMA's form; those of its FFN come last, if `ffn` is set."""
-    traits = dense.family.traits(dense.config)
-    after = ("post_attention", "post_feedforward")
-    norms = after if traits.norms_after else ("input", "post_attention")
-    names = [f"{name}_layernorm.weight" for name in norms]
-    names += [f"self_attn.{part}_proj.weight" for part in "qkvo"]
-    biased = "qkv" * traits.qkv_bias + "o" * traits.output_bias
-    names += [f"self_attn.{part}_proj.bias" for part in biased]
-    if traits.qk_norm != "none":
-        names += [f"self_attn.{part}_norm.weight" for part in "qk"]
+    parts = dense.family.names(dense.family.layers(dense.model)[layer])
+    names = [f"model.layers.{layer}.{name}" for name in parts if not name.startswith("mlp.")]
     projections = [dense.family.ffn_tensor(layer, part) for part in PROJECTIONS * ffn]
-    return [f"model.layers.{layer}.{name}" for name in names] + projections
+    return names + projections
 
 
 def yarn_notes(config: Any) -> list[str]:
@@ -288,7 +281,7 @@ class Format(ABC):
 
     def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         """One sentence that states why this split cannot be exported exactly, or None."""
-        traits, config = dense.family.traits(dense.config), dense.config
+        traits, config = dense.traits, dense.config
         biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias
         rope = config.rope_parameters["rope_type"]
         usual_width = config.hidden_size // config.num_attention_heads
@@ -322,7 +315,7 @@ class Format(ABC):
 
     def context(self, dense: DenseModel) -> int:
         """Longest context in which the export computes what the dense model does, in tokens."""
-        context, traits = dense.widths.context, dense.family.traits(dense.config)
+        context, traits = dense.widths.context, dense.traits
         if traits.sliding_window is None or (self.supports_window and traits.all_slide):
             return context
         return min(traits.sliding_window, context)

@@ -64,7 +64,7 @@ class GgufFormat(Format):
 
     def arch(self, dense: DenseModel) -> str:
         """Value of the key `general.architecture`."""
-        return "qwen3" if dense.family.traits(dense.config).qk_norm == "head" else "llama"
+        return "qwen3" if dense.traits.qk_norm == "head" else "llama"
 
     def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         if reason := super().unsupported(dense, split, dtype):
@@ -78,7 +78,7 @@ class GgufFormat(Format):
             )
         if not self.splits:
             return None
-        traits, layers = dense.family.traits(dense.config), dense.widths.layers
+        traits, layers = dense.traits, dense.widths.layers
         most = most_active_experts_of(traits, split, layers, self.num_moe_tensors)
         if not 2 <= split.num_experts <= MOST_EXPERTS:
             return (
@@ -115,7 +115,7 @@ class GgufFormat(Format):
     def header(self, conversion: Conversion) -> dict[str, Any]:
         """All metadata keys except `general.architecture`, with their full names."""
         dense, config = conversion.dense, conversion.dense.config
-        head_dim, rope = dense.family.traits(config).head_dim, config.rope_parameters
+        head_dim, rope = dense.traits.head_dim, config.rope_parameters
         scaling: dict[str, Any] = {}
         if self.arch(dense) == "llama":
             _, attention = frequency_factors(config)
@@ -166,7 +166,7 @@ class GgufFormat(Format):
         heads = rotated.get(name.split(".")[-2], 0)
         rows: slice | Tensor = slice(None)
         if heads and arch == "llama":
-            rows = pairwise_order(heads, dense.family.traits(config).head_dim)
+            rows = pairwise_order(heads, dense.traits.head_dim)
         spec = conversion.spec(name, stored_name, lambda whole: whole[rows])
         return self._stored(conversion, spec)
 

@@ -129,7 +129,7 @@ class TransformersFormat(Reloadable):
 
     def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
         """Content of config.json, with old and new keys of rotary settings and dtype."""
-        traits = dense.family.traits(dense.config)
+        traits = dense.traits
         rope = {key: each for key, each in dense.config.rope_parameters.items() if key != "type"}
         theta = rope.pop("rope_theta")
         config = {

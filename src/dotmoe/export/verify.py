@@ -191,7 +191,7 @@ def _compare(
         exact_TD = binary_gate_ffn(x_TD, mask_TN, weights(*names))
     else:
         names = [target.output_tensor(layer)]
-        if dense.family.traits(dense.config).output_bias:
+        if dense.traits.output_bias:
             names.append(names[0].replace("weight", "bias"))
         exact_TD = F.linear(seen_TN * target.of_columns(mask_TN, dense.config), *weights(*names))
     smallest = torch.finfo(torch.float32).tiny

@@ -312,7 +312,8 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
     W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; only of W_O if all queries
     are normed at once, which needs all of them. The split must be one of the model's own units.
     """
-    model, traits = meta_model(config), family.traits(config)
+    model = meta_model(config)
+    traits = family.traits(model)
     total, width = num_parameters(model), config.hidden_size
     ffn_total = 3 * width * config.intermediate_size * config.num_hidden_layers
     embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]

@@ -218,7 +218,7 @@ def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
     """Final hidden states, [T, D], scaled so that the head's matrix maps them to logits."""
     trunk = dense.family.trunk(dense.model)
     hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    multipliers = dense.family.traits(dense.config).multipliers
+    multipliers = dense.traits.multipliers
     return hidden.reshape(-1, hidden.shape[-1]) / multipliers.logits_divisor
 
 

@@ -1,9 +1,11 @@
 """Repair by layers: refit W_down and W_O under the masks in closed form, then train the FFNs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,22 +106,105 @@ class NormalEquations:
         return float(1 + change / self.missing) if self.missing else 1.0
 
 
-def refit(
-    fit: NormalEquations, heldout: NormalEquations, *, whole: bool
-) -> tuple[Tensor, dict[str, Any]]:
-    """Change of a projection, [N, D], with the penalty best for held-out tokens, and its metrics.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerProblem:
+    """One FFN or attention under its masks, and what its output lacks to follow the dense model.
 
-    It is fitted to all tokens if `whole`, else to those not held out; it is zero if no penalty
-    gains. Metrics: `ridge`, None for zero, and `heldout_error` as of `NormalEquations.error`.
+    `fitted` and `heldout` are the sums over tokens that a refit needs. Training needs the tokens
+    themselves, the first `num_fitted` to fit; they are not kept where nothing is trained.
     """
-    errors = {ridge: heldout.error(fit.solved(ridge)) for ridge in RIDGES}
+
+    layer: int
+    block: nn.Module
+    """The FFN or attention; it runs masked."""
+    output: nn.Linear
+    """Its output projection."""
+    norm: nn.Module
+    """The norm (or identity) between the block and the stream, before a residual multiplier."""
+    with_active_experts: Callable[[int], AbstractContextManager[None]]
+    """Context in which the masks run so many experts."""
+    ks: Sequence[int]
+    """Numbers of active experts to repair for, with equal weight."""
+    fitted: NormalEquations
+    heldout: NormalEquations
+    x_TD: Tensor
+    """Inputs of the block, on the CPU."""
+    wanted_TD: Tensor
+    """What the block, with its norm, should give, on the CPU."""
+    weight_T: Tensor
+    num_fitted: int
+
+
+def refit(problem: LayerProblem, *, whole: bool) -> tuple[Tensor, dict[str, Any]]:
+    """The output projection, [D, N], with the penalty best for held-out tokens, and its metrics.
+
+    It is fitted to all tokens if `whole`, else to those not held out; it stays as it is if no
+    penalty gains. Metrics: `ridge`, None for no change, and `heldout_error` as of
+    `NormalEquations.error`.
+    """
+    fitted, heldout, before_DN = problem.fitted, problem.heldout, problem.output.weight.double()
+    errors = {ridge: heldout.error(fitted.solved(ridge)) for ridge in RIDGES}
     ridge = min(errors, key=errors.__getitem__)
     if not errors[ridge] < 1:
-        return torch.zeros_like(fit.cross_ND), {"ridge": None, "heldout_error": 1.0}
+        return before_DN, {"ridge": None, "heldout_error": 1.0}
     if whole:
-        fit.gram_NN += heldout.gram_NN
-        fit.cross_ND += heldout.cross_ND
-    return fit.solved(ridge), {"ridge": ridge, "heldout_error": errors[ridge]}
+        fitted.gram_NN += heldout.gram_NN
+        fitted.cross_ND += heldout.cross_ND
+    change_ND = fitted.solved(ridge)
+    return before_DN + change_ND.T, {"ridge": ridge, "heldout_error": errors[ridge]}
+
+
+def train(
+    problem: LayerProblem, refitted: Mapping[str, Tensor], epochs: int
+) -> tuple[dict[str, Tensor], float]:
+    """An FFN's weights, trained if held-out tokens gain, and the share of error left on them.
+
+    Adam starts from the `refitted` weights and takes `epochs` passes over the tokens to fit; its
+    steps cycle through the problem's k.
+    """
+    x_TD, wanted_TD, num, ks = problem.x_TD, problem.wanted_TD, problem.num_fitted, problem.ks
+    device = problem.weight_T.device
+    dense = {name: weight.float() for name, weight in problem.block.named_parameters()}
+    start = dense | {name: weight.float() for name, weight in refitted.items()}
+    trained = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
+
+    def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
+        x = x_TD[rows_T].to(device).float()
+        output_TD: Tensor = problem.norm(functional_call(problem.block, dict(weights), (x,)))
+        square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
+        return (square_T * problem.weight_T[rows_T.to(device)]).sum()
+
+    def heldout_error(weights: Mapping[str, Tensor]) -> float:
+        total, parts = 0.0, torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
+        for k in ks:
+            with problem.with_active_experts(k):
+                total += sum(float(error(weights, rows_T)) for rows_T in parts)
+        return total
+
+    groups = [
+        {"params": p, "lr": _RATE * float(p.detach().square().mean().sqrt())}
+        for p in trained.values()
+    ]
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
+    a_pass = math.ceil(num / _BATCH)
+    steps = a_pass * epochs
+    rate = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    generator = torch.Generator().manual_seed(problem.layer)
+    for step in range(steps):
+        if step % a_pass == 0:
+            batches = torch.split(torch.randperm(num, generator=generator), _BATCH)
+        with problem.with_active_experts(ks[step % len(ks)]), torch.enable_grad():
+            loss = error(trained, batches[step % a_pass]) / _BATCH
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    of_dense, of_refit = heldout_error(dense), heldout_error(start)
+    of_trained = heldout_error(trained)
+    kept = trained if of_trained < of_refit else start
+    left = min(of_refit, of_trained) / (of_dense or 1.0)
+    return {name: weight.detach() for name, weight in kept.items()}, left
 
 
 @torch.no_grad()
@@ -153,39 +238,23 @@ def repair(
     """
     dense.require("memory", "disk")
     config.require(layout.granularity)
-    streams = _Streams(dense, layout, blocks, config)
-    parameters, stored = dict(dense.model.named_parameters()), Tensors.of(dense)
+    streams, stored = _Streams(dense, layout, blocks, config), Tensors.of(dense)
     metrics = list[dict[str, Any]]()
-    for index in range(layout.num_layers):
-        with whole_weights(dense, index):
-            streams.advance_dense(index)
-            if index not in layout.moe_layers:
-                continue
-            originals = dict[str, Tensor]()
-            with masked(dense, streams.maskings, only=[index]):
-                for masking in reversed(streams.maskings):  # attention is before the FFN
-                    target = TARGETS[masking.target]
-                    checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
-                    if not checkpoint.is_dir():
-                        weights, of_layer = streams.repaired(index, masking)
-                        if target.name == "attention":
-                            of_layer = {"target": target.name, **of_layer}
-                        dtype = stored.describe(target.output_tensor(index))[1]
-                        prefix = f"model.layers.{index}.{target.module}"
-                        tensors = {
-                            f"{prefix}.{name}": weight.to(dtype) for name, weight in weights.items()
-                        }
-                        with complete_folder(checkpoint) as partial_folder:
-                            save_tensors(tensors, partial_folder / CHANGED)
-                            write_json(partial_folder / METRICS, {"layer": index, **of_layer})
-                    metrics.append(read_json(checkpoint / METRICS))
-                    for name, weight in load_file(checkpoint / CHANGED).items():
-                        originals[name] = parameters[name].data
-                        parameters[name].data = weight.to(originals[name])
-                streams.converted.advance(index)
-            for name, weight in originals.items():
-                parameters[name].data = weight
-            on_progress(index + 1, layout.num_layers, f"error {metrics[-1]['heldout_error']:.3f}")
+    for index, target, problem, replace in streams.problems():
+        checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
+        if not checkpoint.is_dir():
+            weights, of_layer = _solution(problem(), target, config.repair_epochs)
+            dtype = stored.describe(target.output_tensor(index))[1]
+            prefix = f"model.layers.{index}.{target.module}"
+            tensors = {f"{prefix}.{name}": weight.to(dtype) for name, weight in weights.items()}
+            with complete_folder(checkpoint) as partial_folder:
+                save_tensors(tensors, partial_folder / CHANGED)
+                write_json(partial_folder / METRICS, {"layer": index, **of_layer})
+        metrics.append(read_json(checkpoint / METRICS))
+        replace(load_file(checkpoint / CHANGED))
+        if target.name == "ffn" or len(streams.maskings) == 1:
+            error = f"error {metrics[-1]['heldout_error']:.3f}"
+            on_progress(index + 1, layout.num_layers, error)
     layout.save(folder / LAYOUT)
     served = [*config.repair_active_experts] or [part.active_experts for part in parts_of(layout)]
     record = {"tokens": streams.num_tokens, "active_experts": served, "layers": metrics}
@@ -193,15 +262,29 @@ def repair(
     return record
 
 
+def _solution(
+    problem: LayerProblem, target: Target, epochs: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """New weights of one FFN or attention, by their names in it, and metrics."""
+    is_trained = target.name == "ffn" and epochs > 0
+    output_DN, metrics = refit(problem, whole=not is_trained)
+    weights = {f"{target.output_name}.weight": output_DN}
+    if is_trained:
+        weights, metrics["trained_error"] = train(problem, weights, epochs)
+    if target.name == "attention":
+        metrics = {"target": target.name, **metrics}
+    return weights, metrics
+
+
 class _Streams:
-    """The residual streams of a dense model and of its masked model."""
+    """The residual streams of a dense model and of its masked model, which pose the problems."""
 
     def __init__(
         self, dense: DenseModel, layout: ExpertLayout, blocks: TokenBlocks, config: RepairConfig
     ) -> None:
         self.maskings = maskings_of(dense, layout)
-        self._config, self._device = config, dense.device
-        self._traits = dense.family.traits(dense.config)
+        self._model, self._config, self._device = dense, config, dense.device
+        self._traits = dense.traits
         self._layers = dense.family.layers(dense.model)
         wanted = config.tokens(layout.granularity, dense.config)
         tokens_BT, self._num_fitted = _drawn(blocks, wanted)
@@ -210,16 +293,46 @@ class _Streams:
         self._parts = [slice(row, min(row + rows, num)) for row in range(0, num, rows)]
         self._parts += [slice(row, row + rows) for row in range(num, len(tokens_BT), rows)]
         self.num_tokens = tokens_BT.numel()
-        self._dense = Stream(dense, tokens_BT, self._parts)
-        self.converted = self._dense
-        """The stream of the masked model."""
+        self._dense = self._converted = Stream(dense, tokens_BT, self._parts)
         self._attended_BTD = torch.empty(0)
         """The dense stream between attention and FFN of the layer it went through last."""
 
-    def advance_dense(self, index: int) -> None:
+    def problems(
+        self,
+    ) -> Iterator[
+        tuple[int, Target, Callable[[], LayerProblem], Callable[[Mapping[str, Tensor]], None]]
+    ]:
+        """Yield layer and target of each split part, in the order in which data passes.
+
+        With them come a function that poses the part's problem, and one that gives the model the
+        weights that solve it: the masked model's stream then goes on with them. After the layer the
+        model has its own weights again.
+        """
+        parameters, first = dict(self._model.model.named_parameters()), self.maskings[0].first_layer
+        for index in range(len(self._layers)):
+            originals = dict[str, Tensor]()
+
+            def replace(weights: Mapping[str, Tensor], kept: dict[str, Tensor] = originals) -> None:
+                for name, weight in weights.items():
+                    kept[name] = parameters[name].data
+                    parameters[name].data = weight.to(kept[name])
+
+            with whole_weights(self._model, index):
+                if index == first:
+                    self._converted = self._dense.clone()
+                self._advance_dense(index)
+                if index < first:
+                    continue
+                with masked(self._model, self.maskings, only=[index]):
+                    for masking in reversed(self.maskings):  # attention is before the FFN
+                        pose = partial(self._problem, index, masking)
+                        yield index, TARGETS[masking.target], pose, replace
+                    self._converted.advance(index)
+                for name, weight in originals.items():
+                    parameters[name].data = weight
+
+    def _advance_dense(self, index: int) -> None:
         """Advance the dense stream through a layer; the masked model's stays before it."""
-        if index == self.maskings[0].first_layer:
-            self.converted = self._dense.clone()
         attended: list[Tensor] = []
         splits_attention = self.maskings[-1].target == "attention"
         places = {0: self._after_attention(index)} if splits_attention else {}
@@ -228,14 +341,11 @@ class _Streams:
         if attended:
             self._attended_BTD = torch.cat(attended)
 
-    def repaired(self, index: int, masking: Masking) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Weights, by their names, with which an FFN or attention brings the masked stream close to
-        the dense one; and the layer's metrics.
-        """
-        target, layer, own_k = TARGETS[masking.target], self._layers[index], masking.active_experts
-        ks = self._config.repair_active_experts or (own_k,)
+    def _problem(self, index: int, masking: Masking) -> LayerProblem:
+        """The problem of one part of the layer that the dense stream went through last."""
+        target, layer = TARGETS[masking.target], self._layers[index]
+        ks = self._config.repair_active_experts or (masking.active_experts,)
         is_ffn = target.name == "ffn"
-        is_trained = is_ffn and self._config.repair_epochs > 0
         norm, output = self._norm(index, target), target.output(layer)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
         weight_BT = self._token_weights(dense_BTD)
@@ -248,89 +358,37 @@ class _Streams:
         )
         places = {0: target.block(layer), 1: self._after_attention(index)}
         with tap, input_hooks(places, seen.__setitem__):
-            for masking.active_experts in ks:
-                for part in self._parts:
-                    behind_BTD = self.converted.after(index, part)
-                    reached_BTD = behind_BTD if is_ffn else seen[1]
-                    missing_BTD = dense_BTD[part].to(self._device).float() - reached_BTD.float()
-                    missing_TD = missing_BTD.flatten(0, 1) / self._traits.multipliers.residual
-                    hidden_TN, product_TD = (each.flatten(0, -2) for each in tapped.pop())
-                    weight_T = weight_BT[part].flatten()
-                    if is_trained:
-                        inputs[part.start] = seen[0].flatten(0, 1).cpu()
-                        wanted_TD = missing_TD + norm(product_TD)
-                        wanted[part.start] = wanted_TD.to(self._dense.hidden_BTD)
-                    if self._traits.norms_after:
-                        missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
-                        weight_T = weight_T / scale_T.square()
-                    sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
-        change_ND, metrics = refit(*sums, whole=not is_trained)
-        weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
-        if is_trained:
-            x_TD, wanted_TD = (torch.cat([*parts.values()]) for parts in (inputs, wanted))
-            weights, metrics["trained_error"] = self._trained(
-                index, masking, ks, weights, x_TD, wanted_TD, weight_BT.flatten()
-            )
-        masking.active_experts = own_k
-        return weights, metrics
-
-    def _trained(
-        self,
-        index: int,
-        masking: Masking,
-        ks: Sequence[int],
-        refitted: Mapping[str, Tensor],
-        x_TD: Tensor,
-        wanted_TD: Tensor,
-        weight_T: Tensor,
-    ) -> tuple[dict[str, Tensor], float]:
-        """An FFN's weights, trained if held-out tokens gain, and the share of error left on them.
-
-        Steps cycle through `ks`; afterwards `masking` has the last of them.
-        """
-        ffn, norm = TARGETS["ffn"].block(self._layers[index]), self._norm(index, TARGETS["ffn"])
-        dense = {name: weight.float() for name, weight in ffn.named_parameters()}
-        start = dense | {name: weight.float() for name, weight in refitted.items()}
-        trained = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
-        num = self._num_fitted * self._dense.hidden_BTD.shape[1]
-
-        def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
-            x = x_TD[rows_T].to(self._device).float()
-            output_TD: Tensor = norm(functional_call(ffn, dict(weights), (x,)))
-            square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
-            return (square_T * weight_T[rows_T.to(self._device)]).sum()
-
-        def heldout_error(weights: Mapping[str, Tensor]) -> float:
-            total, parts = 0.0, torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
-            for masking.active_experts in ks:
-                total += sum(float(error(weights, rows_T)) for rows_T in parts)
-            return total
-
-        groups = [
-            {"params": p, "lr": _RATE * float(p.detach().square().mean().sqrt())}
-            for p in trained.values()
-        ]
-        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-        a_pass = math.ceil(num / _BATCH)
-        steps = a_pass * self._config.repair_epochs
-        rate = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-        generator = torch.Generator().manual_seed(index)
-        for step in range(steps):
-            if step % a_pass == 0:
-                batches = torch.split(torch.randperm(num, generator=generator), _BATCH)
-            masking.active_experts = ks[step % len(ks)]
-            with torch.enable_grad():
-                loss = error(trained, batches[step % a_pass]) / _BATCH
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        of_dense, of_refit = heldout_error(dense), heldout_error(start)
-        of_trained = heldout_error(trained)
-        kept = trained if of_trained < of_refit else start
-        left = min(of_refit, of_trained) / (of_dense or 1.0)
-        return {name: weight.detach() for name, weight in kept.items()}, left
+            for k, part in product(ks, self._parts):
+                with with_active_experts(masking, k):
+                    behind_BTD = self._converted.after(index, part)
+                reached_BTD = behind_BTD if is_ffn else seen[1]
+                missing_BTD = dense_BTD[part].to(self._device).float() - reached_BTD.float()
+                missing_TD = missing_BTD.flatten(0, 1) / self._traits.multipliers.residual
+                hidden_TN, product_TD = (each.flatten(0, -2) for each in tapped.pop())
+                weight_T = weight_BT[part].flatten()
+                if is_ffn and self._config.repair_epochs:
+                    inputs[part.start] = seen[0].flatten(0, 1).cpu()
+                    wanted_TD = missing_TD + norm(product_TD)
+                    wanted[part.start] = wanted_TD.to(self._dense.hidden_BTD)
+                if self._traits.norms_after:
+                    missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
+                    weight_T = weight_T / scale_T.square()
+                sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
+        nothing = torch.empty(0)
+        return LayerProblem(
+            layer=index,
+            block=target.block(layer),
+            output=output,
+            norm=norm,
+            with_active_experts=partial(with_active_experts, masking),
+            ks=ks,
+            fitted=sums[0],
+            heldout=sums[1],
+            x_TD=torch.cat([*inputs.values()]) if inputs else nothing,
+            wanted_TD=torch.cat([*wanted.values()]) if wanted else nothing,
+            weight_T=weight_BT.flatten(),
+            num_fitted=self._num_fitted * dense_BTD.shape[1],
+        )
 
     def _norm(self, index: int, target: Target) -> nn.Module:
         """The norm (or identity) between a part and the stream, before a residual multiplier."""
@@ -347,6 +405,16 @@ class _Streams:
         parts = [1 / dense_BTD[part].float().square().mean(2) for part in self._parts]
         weight_BT = torch.cat(parts)
         return (weight_BT / weight_BT.median()).clamp(max=_LARGEST_WEIGHT).to(self._device)
+
+
+@contextmanager
+def with_active_experts(masking: Masking, k: int) -> Iterator[None]:
+    """Within this context, the masks run `k` experts per token."""
+    before, masking.active_experts = masking.active_experts, k
+    try:
+        yield
+    finally:
+        masking.active_experts = before
 
 
 def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:

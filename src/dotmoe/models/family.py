@@ -6,9 +6,10 @@ an FFN neuron one column of `down_proj`, a query head the columns of `o_proj` th
 
 import copy
 import os.path
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
 
@@ -24,7 +25,6 @@ MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"
 WRAPPER = "it wraps a language model for more than text, and only a plain one can be split"
 TOKENS_AT_ONCE = 4096
 """Tokens of a `Stream` whose activations exist at once."""
-_QK_NORMS: dict[str, Literal["head", "full"]] = {"qwen3": "head", "olmo2": "full"}
 
 
 class Multipliers(NamedTuple):
@@ -92,11 +92,13 @@ class GatedFFN(NamedTuple):
     down: nn.Linear
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """A decoder in LLaMA's form, with traits that its config states."""
+    """A decoder in LLaMA's form; its traits are those of the stock model's modules and config."""
 
-    def __init__(self, model_type: str) -> None:
-        self.model_type = model_type
+    model_type: str
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Stored projections that hold the rows of several, which stay fused in memory."""
 
     def unsupported(self, config: Any) -> str | None:
         """Why this config cannot be converted exactly (with the remedy), or None."""
@@ -106,21 +108,26 @@ class Family:
             return "mlp_bias is true, but no stock MoE has it. Choose a model without it."
         return None
 
-    def traits(self, config: Any) -> DecoderTraits:
-        """Features of the decoder outside its FFNs."""
-        width, has_bias = head_dim(config), bool(stated(config, "attention_bias"))
+    def traits(self, model: nn.Module) -> DecoderTraits:
+        """Features of a stock model's decoder outside its FFNs; weights are not read."""
+        config: Any = model.config
+        layer, width = self.layers(model)[0], head_dim(config)
+        shapes = {name: weight.shape for name, weight in layer.named_parameters()}
+        norm = shapes.get("self_attn.q_norm.weight", torch.Size())
         # Up to the window, full and sliding attention compute the same.
         kinds = stated(config, "layer_types") or ("sliding_attention",)
         window = stated(config, "sliding_window")
         attention = stated(config, "attention_multiplier")
+        frequencies = getattr(self.trunk(model).rotary_emb, "inv_freq", None)
         return DecoderTraits(
             head_dim=width,
-            qkv_bias=has_bias or self.model_type == "qwen2",
-            output_bias=bool(stated(config, "attention_out_bias", has_bias)),
-            qk_norm=_QK_NORMS.get(self.model_type, "none"),
-            norms_after=self.model_type == "olmo2",
+            qkv_bias="self_attn.q_proj.bias" in shapes,
+            output_bias="self_attn.o_proj.bias" in shapes,
+            qk_norm="none" if not norm else "head" if norm == (width,) else "full",
+            norms_after="input_layernorm.weight" not in shapes,
             sliding_window=window if "sliding_attention" in kinds else None,
             all_slide="full_attention" not in kinds,
+            rotated=1.0 if frequencies is None else 2 * len(frequencies) / width,
             multipliers=Multipliers(
                 embedding=float(stated(config, "embedding_multiplier", 1.0)),
                 residual=float(stated(config, "residual_multiplier", 1.0)),
@@ -135,8 +142,12 @@ class Family:
 
     def ffn(self, layer: nn.Module) -> GatedFFN:
         """The three projections of one layer's FFN."""
-        names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-        return GatedFFN(*(cast(nn.Linear, layer.get_submodule(name)) for name in names))
+        mlp: Any = layer.get_submodule("mlp")
+        if "gate_up_proj" not in self.fused:
+            return GatedFFN(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        width = mlp.down_proj.weight.shape[1]
+        gate, up = slice(0, width), slice(width, 2 * width)
+        return GatedFFN(Rows(mlp.gate_up_proj, gate), Rows(mlp.gate_up_proj, up), mlp.down_proj)
 
     def trunk(self, model: nn.Module) -> nn.Module:
         """The module from token ids to the hidden states that the head reads."""
@@ -150,48 +161,36 @@ class Family:
         """Name of the `gate`, `up` or `down` weight of a layer, in LLaMA's form."""
         return f"model.layers.{layer}.mlp.{projection}_proj.weight"
 
+    def names(self, layer: nn.Module) -> list[str]:
+        """Names of a decoder layer's tensors in LLaMA's form, within the layer."""
+        found = list[str]()
+        for name, _ in layer.named_parameters():
+            block, _, rest = name.partition(".")
+            projection, _, kind = rest.partition(".")
+            parts = self.fused.get(projection)
+            found += [f"{block}.{part}.{kind}" for part in parts] if parts else [name]
+        return found
+
     def stored(self, config: Any, name: str) -> TensorPart:
         """Where this family's checkpoints store the tensor that has `name` in LLaMA's form."""
+        heads, width = head_dim(config), config.intermediate_size
+        keys = config.num_key_value_heads * heads
+        rows = {"q_proj": config.num_attention_heads * heads, "k_proj": keys, "v_proj": keys}
+        for fused, parts in self.fused.items():
+            ends = list(accumulate((rows.get(part, width) for part in parts), initial=0))
+            for part, *span in zip(parts, ends, ends[1:], strict=False):
+                if f".{part}." in name:
+                    return TensorPart(name.replace(part, fused), (span[0], span[1]))
         return TensorPart(name)
 
 
-class _Phi3(Family):
-    """Phi-3 and Phi-4: projections are fused, and stay fused in memory."""
-
-    def traits(self, config: Any) -> DecoderTraits:
-        rotated = float(config.rope_parameters.get("partial_rotary_factor", 1.0))
-        return replace(super().traits(config), rotated=rotated)
-
-    def ffn(self, layer: nn.Module) -> GatedFFN:
-        fused = cast(nn.Linear, layer.get_submodule("mlp.gate_up_proj"))
-        down = cast(nn.Linear, layer.get_submodule("mlp.down_proj"))
-        width = down.weight.shape[1]
-        gate, up = slice(0, width), slice(width, 2 * width)
-        return GatedFFN(Rows(fused, gate), Rows(fused, up), down)
-
-    def stored(self, config: Any, name: str) -> TensorPart:
-        query, width = config.num_attention_heads * head_dim(config), config.intermediate_size
-        key = query + config.num_key_value_heads * head_dim(config)
-        value = 2 * key - query
-        parts = {
-            "q_proj": TensorPart("qkv_proj", (0, query)),
-            "k_proj": TensorPart("qkv_proj", (query, key)),
-            "v_proj": TensorPart("qkv_proj", (key, value)),
-            "gate_proj": TensorPart("gate_up_proj", (0, width)),
-            "up_proj": TensorPart("gate_up_proj", (width, 2 * width)),
-        }
-        projection = name.split(".")[-2]
-        fused, rows = parts.get(projection, TensorPart(projection))
-        return TensorPart(name.replace(projection, fused), rows)
-
-
-FAMILIES: dict[str, Family] = {
-    name: Family(name)
-    for name in (
-        *("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2"),
-        *("internlm3", "iquestcoder", "seed_oss", "cwm"),
-    )
-} | {"phi3": _Phi3("phi3")}
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_LLAMA_LIKE = (
+    *("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2"),
+    *("internlm3", "iquestcoder", "seed_oss", "cwm", "ministral"),
+)
+FAMILIES = {name: Family(model_type=name) for name in _LLAMA_LIKE}
+FAMILIES["phi3"] = Family(model_type="phi3", fused=_FUSED)
 
 
 def stated(config: Any, key: str, default: Any = None) -> Any:
@@ -347,6 +346,11 @@ class DenseModel:
         return self.model.config
 
     @property
+    def traits(self) -> DecoderTraits:
+        """Features of the decoder outside its FFNs."""
+        return self.family.traits(self.model)
+
+    @property
     def widths(self) -> Widths:
         """Sizes of the model."""
         return widths_of(self.config)
@@ -373,7 +377,7 @@ class Stream:
         self._device, self._layers = dense.device, list(dense.family.layers(dense.model))
         self._arguments = _arguments(dense, tokens_BT[:1])
         embed: Any = dense.model.get_input_embeddings()  # type: ignore[operator]
-        factor = dense.family.traits(dense.config).multipliers.embedding
+        factor = dense.traits.multipliers.embedding
         parts_BT = [tokens_BT[part].to(self._device) for part in self.parts]
         self.hidden_BTD = torch.cat([(embed(part_BT) * factor).cpu() for part_BT in parts_BT])
 

@@ -39,10 +39,7 @@ from dotmoe.method.finetuning import FinetuneConfig
 from dotmoe.method.granularity import ExpertsConfig, Granularity, splits_of
 from dotmoe.method.repair import RepairConfig
 from dotmoe.models.checkpoint import Tensors
-from dotmoe.models.family import DenseModel, Multipliers, family_of, meta_model
-
-MANY_LAYERS = 16
-"""Number of layers from which one dense layer costs few parameters; with 5 it did not pay."""
+from dotmoe.models.family import DenseModel, family_of, meta_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,14 +193,6 @@ def _warnings(
         "of it is refused. With larger experts fewer run.": served and active > most,
         f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
         "llama.cpp quantises down_proj in multiples of 32 only.": of_neurons and size % 64 > 0,
-        "SmolLM2-135M lost less with its first layer dense (--first-dense-layers 1) and half of "
-        "the active neurons always on (--shared).": (
-            of_neurons
-            and widths.layers >= MANY_LAYERS
-            and not (split.first_dense_layers and split.shared_size)
-            and not (traits.norms_after or traits.output_bias)  # whose formats hold neither
-            and traits.multipliers == Multipliers()
-        ),
         f"Attention has a window of {context:,} tokens, and no format that holds this split has "
         f"one: the context is lowered from {widths.context:,} to {context:,}, and exact up to that "
         "length.": context < widths.context,

@@ -13,7 +13,7 @@ import torch
 from dotmoe.method.finetuning import FinetuneConfig
 from dotmoe.method.granularity import Granularity, count_parameters, parts_of
 from dotmoe.method.objective import chunk_rows
-from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, widths_of
+from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, meta_model, widths_of
 
 Items = Mapping[str, int]
 """Numbers of bytes, by what they hold."""
@@ -36,7 +36,7 @@ class Sizes:
     ) -> None:
         family = family_of(config)
         self.split, self.stored, self.written = split, stored, written
-        self.widths, self.traits = widths_of(config), family.traits(config)
+        self.widths, self.traits = widths_of(config), family.traits(meta_model(config))
         self.counts = counts = count_parameters(config, family, split)
         self.queries: int = config.num_attention_heads * self.traits.head_dim
         """Number of entries of a token's queries in one layer."""

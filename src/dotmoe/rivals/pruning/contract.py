@@ -76,7 +76,7 @@ def refusing(
     """A check that raises a `UserError`, with `why`, if `has` is true of a model's family."""
 
     def require(dense: DenseModel, _: torch.device) -> None:
-        if has(dense.family.traits(dense.config)):
+        if has(dense.traits):
             raise UserError(f"{dense.config.model_type} has {why}. Leave the method out.")
 
     return require

@@ -69,7 +69,7 @@ def joint_rank(moment_WW: Tensor, output_RWD: Tensor, rank: int) -> tuple[Tensor
 
 def _modules(dense: DenseModel) -> Tensor:
     """For FFN, query-key and value-output: parameters per unit of width, the width, its step."""
-    size, bias = dense.widths.model, int(dense.family.traits(dense.config).qkv_bias)
+    size, bias = dense.widths.model, int(dense.traits.qkv_bias)
     queries, keys = dense.config.num_attention_heads, dense.config.num_key_value_heads
     rotated, width = (queries + keys) * (size + bias), head_dim(dense.config)
     mixed = keys * (size + bias) + queries * size

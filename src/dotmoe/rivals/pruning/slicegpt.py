@@ -70,7 +70,7 @@ def sliced(
     the last places may have no axes. `see` is called with the stream at the first such place.
     """
     layers = dense.family.layers(dense.model)
-    factor = dense.family.traits(dense.config).multipliers.residual
+    factor = dense.traits.multipliers.residual
     entering: list[Tensor] = []
 
     def at(place: int, hidden_BTD: Tensor) -> Tensor:
