@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -73,14 +72,6 @@ def test_a_template_gives_rows_and_text_of_a_file(tmp_path, monkeypatch):
     assert updater.rendered(template.format("", "old\n")) == template.format("", made)
     with pytest.raises(SystemExit, match="no row has a value of"):
         updater.rendered(template.format(" == 'b'", ""))
-
-
-def test_the_picture_of_a_report_shows_the_readmes_figures():
-    results = json.loads((ROOT / "results" / "quickstart.json").read_text())
-    with Image.open(ROOT / "docs" / "images" / "report.png") as picture:
-        shown = picture.text["perplexity"]
-    models = (results["dense"], results["dot_moe_repaired"])
-    assert shown == " ".join(f"{each['perplexity']:.2f}" for each in models)
 
 
 def test_links_lead_somewhere():
