@@ -54,8 +54,7 @@ smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=, WI
 		$(BIN)/dotmoe convert $(SMOLLM2) smollm2/active-$$1 --active-experts $$2 --shared $$3 $(SMOLLM2_SPLIT) \
 			--dtype $(SMOLLM2_DTYPE) --data $(SMOLLM2_DATA) --eval-text $(WIKI) --eval-tokens 8192 && \
 		$(BIN)/dotmoe finetune smollm2/active-$$1 smollm2/finetuned-$$1 --dtype $(SMOLLM2_DTYPE) \
-			--data $(SMOLLM2_DATA) --seq-len 512 --batch-size 4 --steps 240 --lr 4e-4 --lr-router 0 \
-			--warmup-ratio 0.05 --kl-weight 1 --ce-weight 0 && \
+			--data $(SMOLLM2_DATA) && \
 		for model in active-$$1 finetuned-$$1; do \
 			$(BIN)/dotmoe evaluate smollm2/$$model --against $(SMOLLM2) --dtype $(SMOLLM2_DTYPE) \
 				--text $(BOOKS) --max-tokens 8192 --out smollm2/$$model/books && \

@@ -78,8 +78,13 @@ def test_every_recipe_is_in_range_and_survives_json(command, name):
 def test_recipes_by_name():
     assert recipe_of("convert") == recipe() == RECIPES["convert"]["default"]
     assert finetune_recipe("small", run="r", out="o").run == "r"
-    with pytest.raises(UserError, match="Recipes: sft, small"):
-        finetune_recipe("paper")
+    with pytest.raises(UserError, match="Recipes: default, paper, sft, small"):
+        finetune_recipe("papr")
+    tuning = recipe_of("finetune").finetune
+    assert finetune_recipe().finetune == tuning
+    assert (tuning.kl_weight, tuning.ce_weight, tuning.router_rate) == (1, 0, 0)
+    assert tuning.steps * tuning.batch_size * recipe_of("finetune").data.seq_len < 1e6
+    assert recipe_of("finetune", "paper") == recipe_of("finetune", "sft")
 
 
 @pytest.mark.parametrize("data", [{"shuffle_buffer": 2}, {"split": "test"}, {"data_seed": 1}])

@@ -78,7 +78,7 @@ def test_the_documents_example_runs(finished, tmp_path, monkeypatch, capsys):
 
 
 def test_the_recipe_is_the_papers():
-    config = finetune_recipe("sft", run="", out="")
+    config = finetune_recipe("paper", run="", out="")
     tuning = config.finetune
     assert (tuning.lr, tuning.warmup_ratio, tuning.batch_size) == (5e-5, 0.1, 128)
     assert (tuning.max_grad_norm, tuning.balance_weight) == (1.0, 1e-4)

@@ -30,34 +30,44 @@ class Command(NamedTuple):
 
 _TEXT = ("data", "eval-text", "seq-len")
 _TRAINING = ("steps", "batch-size", "micro-batch-size", "lr")
-_CONVERSION = ("experts", "expert-size", "active", "active-experts", *_TEXT, *_TRAINING, "device")
+_SPLIT = ("active", "shared", "first-dense-layers")
+_START, _MACHINE = ("recipe", "config"), ("dtype", "device")
 
 COMMANDS = {
     "quickstart": Command("Convert the bundled model on Python's standard library, in minutes."),
     "inspect": Command("Show experts, parameters, memory, time and warnings before a conversion."),
     "convert": Command(
         "Turn a dense checkpoint into an MoE checkpoint.",
-        common=("method", *_CONVERSION, "repair", "format"),
+        common=("data", *_SPLIT, *_START, *_MACHINE, "eval-text", "format", "method"),
         recipes="convert",
     ),
     "compare": Command(
         "Convert one model by several methods on one budget, or at several E, k or starts.",
         common=(
-            "methods",
-            "over-experts",
-            "over-active",
-            "over-start",
-            "active-params",
-            "other-text",
-            "router-steps",
-            *_CONVERSION,
-            "repair",
+            *(
+                "methods",
+                "over-experts",
+                "over-active",
+                "over-start",
+                "active-params",
+                "other-text",
+            ),
+            *("router-steps", *_TEXT, *_SPLIT, *_START, *_TRAINING, *_MACHINE, "repair"),
         ),
         recipes="convert",
     ),
     "finetune": Command(
         "Train a converted model further, to make up for what the conversion lost.",
-        common=("train", "kl-weight", *_TEXT, *_TRAINING, "lr-router", "format", "device"),
+        common=(
+            "train",
+            *_TEXT,
+            *_START,
+            *_TRAINING,
+            "lr-router",
+            "kl-weight",
+            *_MACHINE,
+            "format",
+        ),
         recipes="finetune",
     ),
     "export": Command("Write a finished run in another format or with another k, also in place."),

@@ -51,6 +51,17 @@ _GGUF = (
 )
 
 
+_RECIPES = {
+    "convert": "Defaults are those of --recipe default, which does not align; paper and those with "
+    "a model's name are the paper's settings, small and quickstart align small models. MODEL may "
+    "be left out where a recipe or config names it: --recipe llama2_7b OUT.",
+    "finetune": "Defaults are those of --recipe default: distillation from the dense model with "
+    "fixed routers, as measured on a model of 135M parameters. paper (or sft) is the paper's "
+    "training on 1.2B tokens, small is for models of a few million parameters.",
+}
+"""What help says of the recipes of each command that has some."""
+
+
 class Line(NamedTuple):
     """A command line: the name of the command and its arguments."""
 
@@ -74,11 +85,7 @@ class Line(NamedTuple):
             if type(start) is not cls:  # a comparison, from the options of its runs
                 values["method"] = "dot_moe"
             start = cls(**values)
-            notes = (
-                f"Start from --recipe NAME ({', '.join(RECIPES[command.recipes])}) or from "
-                "--config FILE, the config.json of an earlier run; other options override it. "
-                "MODEL may be left out where that names it: --recipe llama2_7b OUT."
-            )
+            notes = _RECIPES[command.recipes]
         # Where options come first, they may have taken names: then what is named is left out first.
         typed = next((i for i, w in enumerate(arguments) if w[:1] == "-"), len(arguments))
         lacking = range(2, -1, -1) if typed == 0 else [max(0, 2 - typed)]
@@ -114,6 +121,8 @@ class Line(NamedTuple):
             whole = re.sub(r"\s+\(default:\s*(None)?\)", "", output.getvalue())
             lines = (fill(line, _HELP_COLUMNS) for line in whole.splitlines())
             text, is_short = "\n".join(lines), help_option != "--help-all" and command.common
+            if command.recipes:
+                text = _with_starts(text, command.recipes)
             print(_short_help(text, command.common) if is_short else text)
             raise
         check(config)
@@ -152,6 +161,27 @@ def _attributes_in_one_line(
     return parsed
 
 
+def _with_starts(text: str, command: str) -> str:
+    """Tyro's help with --recipe and --config below --help, in its columns."""
+    says = {
+        "--recipe NAME": f"Settings to start from: {', '.join(RECIPES[command])}. Other options "
+        "override them.",
+        "--config FILE": "config.json of an earlier run to start from, instead of a recipe.",
+    }
+
+    def below(help_option: re.Match[str]) -> str:
+        indent, lines = " " * len(help_option[1].splitlines()[-1]), [help_option[0]]
+        for name, said in says.items():
+            start = f"  {name}".ljust(len(indent))
+            first = start if start.endswith(" ") else f"{start}\n{indent}"
+            lines.append(
+                first + fill(said, _HELP_COLUMNS - len(indent)).replace("\n", f"\n{indent}")
+            )
+        return "\n".join(lines)
+
+    return re.sub(r"^(  -h, --help\s+)show.*$", below, text, flags=re.MULTILINE)
+
+
 def _short_help(text: str, common: Sequence[str]) -> str:
     """Usage, description and common options of a command, cut out of its full help."""
     head, _, rest = text.partition(" positional arguments")
@@ -161,7 +191,7 @@ def _short_help(text: str, common: Sequence[str]) -> str:
     names = [name for name in blocks if not name.startswith("--")]
     shown = [blocks[name] for name in (*names, *(f"--{option}" for option in common))]
     number = len(blocks) - len(names) + 1  # with --help
-    return "\n".join([head.rstrip(), "", *shown, f"  {'--help-all':<24} show all {number} options"])
+    return "\n".join([head.rstrip(), "", *shown, f"  {'--help-all':<24}show all {number} options"])
 
 
 def _in_one_line(output: str) -> str:

@@ -63,20 +63,23 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneConfig(ObjectiveConfig):
-    """Options of recovery training. Defaults are the paper's (tab:hyperparams_sft) unless noted."""
+    """Options of recovery training; here the paper's (tab:hyperparams_sft), others in recipes."""
 
     train: Literal["everything", "router", "lora", "repair"] = "everything"
     """everything: all weights and routers; router: only the routers; lora: low-rank adapters on
     experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: fit FFNs
     layer by layer to the dense model's residual stream, which uses no training options."""
     steps: Annotated[int, at_least(1)] = 4578
-    """Number of optimizer steps. 4578 steps of 128 x 2048 tokens are the paper's 1.2B tokens."""
+    """Number of optimizer steps of the finetuning. 4578 steps of 128 x 2048 tokens are the paper's
+    1.2B tokens."""
     batch_size: Annotated[int, at_least(1)] = 128
     lr: Annotated[float, above(0)] = 5e-5
+    """Peak learning rate of the finetuning (of routers: `lr_router`); larger models need a lower
+    one (paper: 5e-5 at 7B)."""
     warmup_ratio: Annotated[float, between(0, 1)] = 0.1
     kl_weight: Annotated[float, at_least(0)] = 0.0
-    """Weight of KL(dense || MoE), distillation from the dense model; 0: none, as in the paper. With
-    `train everything` it needs a second copy of the model."""
+    """Weight of KL(dense || MoE) of the finetuning, distillation from the dense model; 0: none, as
+    in the paper. With `train everything` it needs a second copy of the model."""
     z_loss_weight: Annotated[float, at_least(0)] = 0.0
     balance_weight: Annotated[float, at_least(0)] = 1e-4
     lora_rank: Annotated[int, at_least(1)] = 16

@@ -39,16 +39,16 @@ class ObjectiveConfig:
     """
 
     steps: Annotated[int, at_least(0)] = 3500
-    """Number of optimizer steps; 0 extracts the initial state unchanged."""
+    """Number of optimizer steps of the alignment; 0: none, the start is extracted unchanged."""
     batch_size: Annotated[int, at_least(1)] = 64
-    """Sequences per optimizer step, over all ranks, which share them equally."""
+    """Sequences per step of the training, over all ranks, which share them equally."""
     micro_batch_size: Annotated[int, at_least(1)] = 4
     """Sequences per forward pass; gradients accumulate over the batch. It affects memory and, of
     the losses, only load balancing, which counts tokens per micro-batch. Fixed when resuming."""
     max_epochs: Annotated[float, above(0)] = 4.0
     """Maximum passes over the data; the number of steps is lowered if it would exceed them."""
     lr: Annotated[float, above(0)] = 5e-4
-    """Peak learning rate of all parameters that have no learning rate of their own."""
+    """Peak learning rate of the alignment, of all parameters without a rate of their own."""
     lr_router: Annotated[float, at_least(0)] | None = None
     """Peak learning rate of the routers; default: lr."""
     weight_decay: Annotated[float, at_least(0)] = 1e-4
@@ -59,7 +59,7 @@ class ObjectiveConfig:
     max_grad_norm: Annotated[float, above(0)] = 1.0
     """Maximum norm of the gradients; larger ones are scaled down to it."""
     kl_weight: Annotated[float, at_least(0)] = 2.0
-    """Weight of the distillation loss KL(dense || MoE)."""
+    """Weight of the distillation loss KL(dense || MoE) of the alignment."""
     ce_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of the next-token cross-entropy loss."""
     z_loss_weight: Annotated[float, at_least(0)] = 1e-3
