@@ -263,9 +263,11 @@ def verdict(run: RunResults) -> list[str]:
     """Sentences in full: what was lost, what was gained, what the weights are, and notes."""
     results, export = run.results, run.export
     measured = results["granularity"]["active_experts"]
+    with run.reading("6_evaluate/bench.json"):
+        speed = _speed(run.files.get("bench"))
     sentences = [
         f"Lost: {_lost(run)} {_accuracy(run)}",
-        f"Gained: {gained(results)} {_speed(run.files.get('bench'))}",
+        f"Gained: {gained(results)} {speed}",
         f"Weights: {_weights(run)}",
     ]
     if export and export["active_experts"] != measured:  # by a later `dotmoe export --in-place`
