@@ -133,7 +133,7 @@ def quickstart_summary(result: Values) -> RenderableType:
     for sample in result["samples"]:
         paragraphs.append(f"prompt:\n{indent(sample['prompt'].strip(), '    ')}")
         for name in ("dense", "dotmoe"):
-            paragraphs.append(f"{name} continues:\n{indent(sample[name].strip(), '    ')}")
+            paragraphs.append(f"continued by {name}:\n{indent(sample[name].strip(), '    ')}")
     paragraphs.append(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
     table = overview(quickstart_models(result), counts)
     return Group(to_rich(table), Text("\n" + "\n\n".join(paragraphs)))
