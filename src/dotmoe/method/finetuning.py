@@ -381,6 +381,8 @@ def begin_checkpoint(dense: DenseModel, out: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         if (dense.folder / name).is_file():
             shutil.copyfile(dense.folder / name, out / name)
+    if Tensors.of(dense).left_out:  # the text model alone remains
+        dense.config.save_pretrained(out)
     copy_tokenizer(dense, out)
 
 
