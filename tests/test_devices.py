@@ -58,7 +58,8 @@ def aligned(device, dense, blocks, *, start, solver, split=SPLIT):
 
 def finetuned(device, dense, blocks, *, layout, **options):
     described = dense(CPU)
-    described = replace(described, model=meta_model(described.config, torch.float32))
+    meta = meta_model(described.config, torch.float32)
+    described = replace(described, model=meta, weights="meta")
     config = FinetuneConfig(**STEP, kl_weight=1.0, **options)
     alone = SimpleNamespace(device_type=device.type, size=lambda: 1)
     student = Student(described, layout, config, alone, seed=0)
