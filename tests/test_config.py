@@ -59,6 +59,7 @@ def test_the_papers_recipes_have_its_experts_and_hyperparameters(name, width, ex
     paper = replace(RECIPES["convert"]["paper"], model=config.model, experts=config.experts)
     assert config == paper
     assert (config.assignment.solver, config.align.surrogate) == ("sinkhorn", "softmax")
+    assert (config.align.router_dtype, config.align.max_epochs) == ("model", None)
     assert config.calibrate.start == "random"
     for stage, values in HYPERPARAMETERS.items():
         assert asdict(config)[stage] | values == asdict(config)[stage]
@@ -78,8 +79,8 @@ def test_every_recipe_is_in_range_and_survives_json(command, name):
 def test_recipes_by_name():
     assert recipe_of("convert") == recipe() == RECIPES["convert"]["default"]
     assert finetune_recipe("small", run="r", out="o").run == "r"
-    with pytest.raises(UserError, match="Recipes: sft, small"):
-        finetune_recipe("paper")
+    with pytest.raises(UserError, match="Recipes: sft, small, paper"):
+        finetune_recipe("papers")
 
 
 @pytest.mark.parametrize("data", [{"shuffle_buffer": 2}, {"split": "test"}, {"data_seed": 1}])

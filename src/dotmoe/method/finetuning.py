@@ -79,6 +79,9 @@ class FinetuneConfig(ObjectiveConfig):
     `train everything` it needs a second copy of the model."""
     z_loss_weight: Annotated[float, at_least(0)] = 0.0
     balance_weight: Annotated[float, at_least(0)] = 1e-4
+    unchosen: Literal["mean", "zero"] = "mean"
+    """Gradient of the routing mask for experts that did not run: `mean` of those that ran, as their
+    output is unknown; `zero`, as for the paper's sliced experts."""
     lora_rank: Annotated[int, at_least(1)] = 16
     """Rank of each adapter, whose output is scaled by 32 / rank; an expert has one adapter for each
     of its three projections."""
@@ -115,6 +118,8 @@ class Student(nn.Module):
             active_experts=layout.active_experts,
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
+            own_dtype=config.router_dtype == "model",
+            mean_if_unchosen=config.unchosen == "mean",
         )
         model: Any = dense.model
         is_divided = ranks.size() > 1 or dtype != torch.float32  # else nothing is divided or cast
@@ -150,7 +155,8 @@ class Student(nn.Module):
         """Shard all weights with FSDP2; a layer is whole only while it runs."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for ffn in self.ffns:
-            fully_shard(ffn.router, mesh=ranks)  # a group of its own, which stays float32
+            if not self.routing.own_dtype:
+                fully_shard(ffn.router, mesh=ranks)  # a group of its own, which stays float32
         for layer in (*self.dense.family.layers(self.model), self):
             fully_shard(layer, mesh=ranks, mp_policy=policy)
         for module in self.modules():

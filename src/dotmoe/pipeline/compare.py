@@ -83,7 +83,7 @@ class CompareConfig(RunConfig):
     finetune_steps: Annotated[int, at_least(0)] = 0
     """Steps of finetuning all weights after every conversion, on the same batches for all, from the
     repaired weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
-    finetune_recipe: Literal["sft", "small"] = "sft"
+    finetune_recipe: Literal["sft", "small", "paper"] = "sft"
     """Recipe of `dotmoe finetune` that gives all other settings of this finetuning."""
     seeds: tuple[Annotated[int, at_least(0)], ...] = ()
     """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
