@@ -207,6 +207,16 @@ def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
     assert torch.equal(kept.router_LED, recomputed.router_LED)
 
 
+@pytest.mark.parametrize(("kl_weight", "passes"), [(2.0, 2), (0.0, 1)])
+def test_a_teacher_that_teaches_nothing_does_not_run(kl_weight, passes, dense, blocks):
+    runs = []
+    with dense.model.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(True)):
+        metrics, _, router_grad = gradients(dense, blocks, replace(CONFIG, kl_weight=kl_weight))
+    assert len(runs) == passes
+    assert (metrics["kl"] > 0) == (kl_weight > 0)
+    assert router_grad.abs().max() > 0
+
+
 @pytest.mark.parametrize("fixed", [{"learn_assignment": False}, {"lr_affinity": 0.0}])
 def test_the_split_stays_while_its_router_learns(fixed, dense, blocks, tmp_path):
     task = alignment(dense, blocks, replace(CONFIG, **fixed))

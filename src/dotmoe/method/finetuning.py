@@ -252,7 +252,7 @@ class Finetuning(Objective):
 
         def forward() -> dict[str, Tensor]:
             by_teacher, tuner = taught, self.model.tuner
-            if by_teacher is None and self.config.kl_weight:
+            if by_teacher is None:
                 if tuner is not None:
                     tuner.disable_adapter_layers()
                 by_teacher = super(Finetuning, self).teacher(tokens_BT)
