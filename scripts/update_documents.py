@@ -237,7 +237,7 @@ def planned() -> list[Any]:
     rows = []
     for model, (family, *values) in models.items():
         config = family(**dict(zip(sizes, values, strict=True)), tie_word_embeddings=False)
-        experts = ExpertsConfig(expert_size=128)
+        experts = ExpertsConfig(expert_size=128, active=0.25, shared=0.0)  # the paper
         for task in ("align", "finetune"):
             asked = InspectConfig(
                 model=model, experts=experts, device="cpu", task=task, gpu="h100", gpus=8

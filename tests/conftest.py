@@ -28,7 +28,7 @@ from dotmoe.cli import run
 from dotmoe.export import GgufConfig, export
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.load import LoadConfig, load_dense
-from runs import TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, words
+from runs import REQUIRED, TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, words
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
@@ -102,12 +102,16 @@ def tiny_dense(tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp(family_name)
             tokenizer = byte_tokenizer(has_bos=not family_name.startswith("qwen"))
-            settings = TINY | {
-                "tie_word_embeddings": tied or head_only,
-                "bos_token_id": tokenizer.bos_token_id,
-                "eos_token_id": tokenizer.eos_token_id,
-                "pad_token_id": None,
-            }
+            settings = (
+                TINY
+                | REQUIRED.get(family_name, {})
+                | {
+                    "tie_word_embeddings": tied or head_only,
+                    "bos_token_id": tokenizer.bos_token_id,
+                    "eos_token_id": tokenizer.eos_token_id,
+                    "pad_token_id": None,
+                }
+            )
             config = AutoConfig.for_model(family_name, **settings | config_overrides)
             write_checkpoint(config, folder, getattr(torch, dtype), seed=zlib.crc32(key.encode()))
             tokenizer.save_pretrained(folder)

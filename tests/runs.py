@@ -44,11 +44,12 @@ FORMATS_OF = {
     "olmo2": ("flex_olmo",),
 }
 """Formats that can hold a plain model of each family, that of `--format auto` first."""
-FORMATS_OF_KIN = dict.fromkeys(
-    ("internlm3", "iquestcoder", "cwm", "ministral"), ("glm4_moe", "mixtral")
-)
+_KIN = ("internlm3", "iquestcoder", "cwm", "ministral")
+FORMATS_OF_KIN = dict.fromkeys(_KIN, ("glm4_moe", "mixtral"))
 FORMATS_OF_KIN["seed_oss"] = ("glm4_moe",)
-"""The same of families that differ from one of those in their config alone; heads are 128 wide."""
+"""The same of families that differ from one of those in their config alone; heads have a width of their own."""
+REQUIRED = {"ministral": {"head_dim": 24}}
+"""Entries of a config without which a stock class makes no tiny model."""
 GRANITE_FACTORS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,

@@ -207,6 +207,16 @@ def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
     assert torch.equal(kept.router_LED, recomputed.router_LED)
 
 
+@pytest.mark.parametrize(("kl_weight", "passes"), [(2.0, 2), (0.0, 1)])
+def test_a_teacher_that_teaches_nothing_does_not_run(kl_weight, passes, dense, blocks):
+    runs = []
+    with dense.model.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(True)):
+        metrics, _, router_grad = gradients(dense, blocks, replace(CONFIG, kl_weight=kl_weight))
+    assert len(runs) == passes
+    assert (metrics["kl"] > 0) == (kl_weight > 0)
+    assert router_grad.abs().max() > 0
+
+
 @pytest.mark.parametrize("fixed", [{"learn_assignment": False}, {"lr_affinity": 0.0}])
 def test_the_split_stays_while_its_router_learns(fixed, dense, blocks, tmp_path):
     task = alignment(dense, blocks, replace(CONFIG, **fixed))
@@ -221,6 +231,16 @@ def test_steps_are_limited_by_the_passes_over_the_data():
     config = AlignConfig(steps=3500, batch_size=64, max_epochs=4.0)
     assert [config.schedule(blocks).steps for blocks in (1_000_000, 160, 1)] == [3500, 10, 1]
     assert replace(config, steps=0).schedule(160).steps == 0
+    assert replace(config, max_epochs=None).schedule(1).steps == 3500
+
+
+def test_lowered_steps_are_said_with_numbers(dense, blocks, caplog):
+    config = replace(CONFIG, steps=12, max_epochs=2.5)
+    with caplog.at_level("WARNING"):
+        assert alignment(dense, blocks, config).schedule.steps == 6
+    (message,) = caplog.messages
+    assert "from 12 to 6" in message
+    assert "the 240 tokens of the text more than 2.5 times (max_epochs)" in message
 
 
 def test_the_temperature_falls_linearly_and_then_stays():
@@ -241,6 +261,24 @@ def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, block
     assert mixed[0]["ce"] == pytest.approx(exact[0]["ce"], rel=0.02)
     for one, other in zip(exact[1:], mixed[1:], strict=True):
         assert F.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.7
+
+
+def test_routers_in_the_models_dtype_route_as_plain_bfloat16_does(tiny_dense, blocks):
+    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="bfloat16"))
+    task = alignment(dense, blocks, replace(CONFIG, router_dtype="model"))
+    (part,) = task.parts
+    with masked(dense, task.routings):
+        task.accumulate_gradients(0)
+        task.begin(0)
+    assert part.router_LED.dtype == part.router_LED.grad.dtype == torch.bfloat16
+    x_TD = torch.randn(5000, 64, dtype=torch.bfloat16)
+    mask_TE, *_ = part.masking.of_layer(1, x_TD)
+    values, _ = (x_TD @ part.router_LED[1].T).sort(dim=1, descending=True)
+    is_tied = values[:, K - 1] == values[:, K]
+    assert 0.001 < is_tied.float().mean() < 0.2  # float32 has none
+    lowest = torch.where(mask_TE > 0, (x_TD @ part.router_LED[1].T).float(), torch.inf).amin(1)
+    assert torch.equal(lowest, values[:, K - 1].float())
+    assert task.learned().router_LED.dtype == torch.float32
 
 
 def test_float16_is_refused(tiny_dense, blocks, tmp_path):

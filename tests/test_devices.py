@@ -14,7 +14,7 @@ from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AssignmentConfig, extract
 from dotmoe.method.masked import masked
 from dotmoe.method.repair import RepairConfig, repair
-from dotmoe.models.family import meta_model
+from dotmoe.models.load import describe_dense
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, global_norm, update
 from elsewhere import Elsewhere, elsewhere
@@ -57,8 +57,7 @@ def aligned(device, dense, blocks, *, start, solver, split=SPLIT):
 
 
 def finetuned(device, dense, blocks, *, layout, **options):
-    described = dense(CPU)
-    described = replace(described, model=meta_model(described.config, torch.float32))
+    described = describe_dense(dense(CPU).source)
     config = FinetuneConfig(**STEP, kl_weight=1.0, **options)
     alone = SimpleNamespace(device_type=device.type, size=lambda: 1)
     student = Student(described, layout, config, alone, seed=0)

@@ -1,6 +1,7 @@
 """What one rank has, and what it makes of errors. Oracle: torch.chunk, as DTensor cuts."""
 
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dotmoe.common import distributed
-from dotmoe.common.distributed import divided, own_rows, process_group, resolved_device
+from dotmoe.common.distributed import (
+    divided,
+    fsdp_mesh,
+    limit_wait,
+    own_rows,
+    process_group,
+    resolved_device,
+)
 from dotmoe.common.errors import UserError
 
 
@@ -64,3 +72,11 @@ def test_devices_are_resolved_and_refused():
     for name, words in (("tpu", "must be auto, cpu, cuda"), ("cuda:99", "this machine does not")):
         with pytest.raises(UserError, match=re.escape(words)):
             resolved_device(name)
+
+
+def test_a_wait_between_ranks_can_be_limited():
+    """On the CPU, with gloo; NCCL's groups have the same method."""
+    with fsdp_mesh(torch.device("cpu"), shard=True):
+        limit_wait(torch.device("cpu"), timedelta(seconds=7))
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=7)

@@ -26,8 +26,7 @@ STOCK = [name for name, form in FORMATS.items() if form.gating.score != "none"]
 FORMATS_OF = FORMATS_OF | FORMATS_OF_KIN
 PAIRS = [(family, target) for family, targets in FORMATS_OF.items() for target in targets]
 SPLIT = Granularity(num_experts=12, expert_size=8, active_experts=3)
-SETTINGS = {family: {} for family in FORMATS_OF}
-SETTINGS |= {"granite": GRANITE_FACTORS, "ministral": {"head_dim": 24}}
+SETTINGS = {family: GRANITE_FACTORS if family == "granite" else {} for family in FORMATS_OF}
 SHARED = ("bfloat16", {"intermediate_size": 120}, {"shared_size": 24})
 LEADING = ("float32", {"num_hidden_layers": 3}, {"dense_layers": 1})
 HOLD_SHARED = (("llama", "glm4_moe"), ("qwen2", "qwen2_moe"), ("granite", "granitemoe"))

@@ -77,9 +77,12 @@ def test_the_documents_example_runs(finished, tmp_path, monkeypatch, capsys):
     assert AutoModelForCausalLM.from_pretrained(export)
 
 
-def test_the_recipe_is_the_papers():
-    config = finetune_recipe("paper", run="", out="")
+@pytest.mark.parametrize("name", ["sft", "paper"])
+def test_the_recipes_have_the_papers_hyperparameters(name):
+    config = finetune_recipe(name, run="", out="")
     tuning = config.finetune
+    is_papers = tuning.surrogate, tuning.unchosen, tuning.router_dtype, tuning.max_epochs
+    assert (is_papers == ("softmax", "zero", "model", None)) == (name == "paper")
     assert (tuning.lr, tuning.warmup_ratio, tuning.batch_size) == (5e-5, 0.1, 128)
     assert (tuning.max_grad_norm, tuning.balance_weight) == (1.0, 1e-4)
     assert tuning.steps * tuning.batch_size * config.data.seq_len >= 1.2e9

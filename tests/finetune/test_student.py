@@ -145,6 +145,26 @@ def test_what_is_trained_is_float32_and_what_stays_has_the_models_dtype(
     assert low == pytest.approx(wide, rel=0.02)
 
 
+@pytest.mark.parametrize("what", ["everything", "router"])
+@pytest.mark.parametrize("router_dtype", ["float32", "model"])
+def test_routers_compute_in_their_dtype_and_are_trained_in_float32(
+    router_dtype, what, tiny_dense, new_student, tokens_BT
+):
+    config = replace(PLAIN, router_dtype=router_dtype, train=what)
+    student, seen = new_student(tiny_dense("llama"), config, "bfloat16"), []
+    assert all(p.dtype == torch.float32 for p in student.trained().values())
+    for ffn in student.ffns:
+        ffn.router.register_forward_hook(
+            lambda router, _, y: seen.append((router.weight_ED.dtype, y))
+        )
+    student(lambda: hidden_states(student.dense, tokens_BT))
+    expected = torch.float32 if router_dtype == "float32" else torch.bfloat16
+    for dtype, logits_TE in seen:
+        assert (dtype, logits_TE.dtype) == (expected, torch.float32)
+        assert torch.equal(logits_TE, logits_TE.to(expected).float())
+    assert len(seen) == len(student.ffns)
+
+
 @pytest.mark.parametrize(("shard", "size"), [(True, 4), (False, 4), (False, 2)])
 def test_a_backward_pass_that_did_not_fit_leaves_no_trace(
     shard, size, tiny_dense, layout, blocks, tmp_path

@@ -24,12 +24,15 @@ def path(request, monkeypatch):
         monkeypatch.setattr(sparse, "runs_grouped", lambda dtype, *widths: False)
 
 
-@pytest.mark.parametrize("surrogate", ["softmax", "soft_top_k"])
-def test_gradients_equal_those_of_the_masked_dense_ffn(surrogate, tiny_dense, layout_of, path):
+@pytest.mark.parametrize(("surrogate", "mean"), [("softmax", False), ("soft_top_k", True)])
+def test_gradients_equal_those_of_the_masked_dense_ffn(
+    surrogate, mean, tiny_dense, layout_of, path
+):
     dense = load_dense(str(tiny_dense("llama")), LoadConfig())
     layout = layout_of(dense, EXPERTS, active_experts=2)
     original = dense.family.ffn(dense.family.layers(dense.model)[0])
-    ffn = make_sparse(dense, layout, Routing(active_experts=2, surrogate=surrogate))[0]
+    routing = Routing(active_experts=2, surrogate=surrogate, mean_if_unchosen=mean)
+    ffn = make_sparse(dense, layout, routing)[0]
     ffn.requires_grad_(True)
     x, direction = torch.randn(2, 40, WIDTH)
     sparse_x, masked_x = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -45,7 +48,7 @@ def test_gradients_equal_those_of_the_masked_dense_ffn(surrogate, tiny_dense, la
 
     def fill(grad):
         means = [row[runs > 0].mean() for row, runs in zip(grad, hard, strict=True)]
-        return torch.where(hard > 0, grad, torch.stack(means)[:, None])
+        return torch.where(hard > 0, grad, torch.stack(means)[:, None] * mean)
 
     mask.register_hook(fill)
     hidden = F.silu(masked_x @ gate.T) * (masked_x @ up.T)

@@ -1,5 +1,7 @@
 """Checkpoints that are damaged, or find no room. Oracles: a run in which nothing happened."""
 
+import hashlib
+import json
 import logging
 import os
 import re
@@ -10,8 +12,7 @@ from toy_tasks import Regression, metrics_in, trained, warnings_in
 
 from dotmoe.cli import message_of
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import sha256_of
-from dotmoe.training import loop
+from dotmoe.training import folder, loop
 from dotmoe.training.folder import Checkpoints
 from dotmoe.training.loop import TrainingConfig
 
@@ -65,7 +66,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path
 
 def test_minutes_may_pass_before_the_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_CHECKPOINT_SECONDS", 0)
-    trained(tmp_path, training=TrainingConfig(checkpoint_every=100))
+    trained(tmp_path, training=TrainingConfig())
     assert names_in(tmp_path) == ["step_00000011", "step_00000012"]
 
 
@@ -103,13 +104,30 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path):
     assert [line["step"] for line in metrics_in(tmp_path)] == list(range(1, 11))
 
 
-def test_a_checkpoint_is_read_once_when_it_is_written(tmp_path, monkeypatch):
-    read = []
+def test_tensors_are_summed_while_they_are_written_and_never_read(tmp_path, monkeypatch):
+    read, tensors = [], {name: torch.randn(size) for name, size in (("a", 3), ("b", 100_000))}
+    monkeypatch.setattr("dotmoe.common.files.sha256_of", lambda path: read.append(path.name) or "")
+    Checkpoints(tmp_path).save(1, tensors, {"step": 1})
+    assert read == [".metadata"]
+    checkpoint = tmp_path / "checkpoints" / "step_00000001"
+    content = (checkpoint / TENSORS).read_bytes()
+    sums = json.loads((checkpoint / MANIFEST).read_text())["files"][TENSORS]
+    assert sums == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
-    def remembered(path):
-        read.append(path.name)
-        return sha256_of(path)
 
-    monkeypatch.setattr("dotmoe.common.files.sha256_of", remembered)
-    Checkpoints(tmp_path).save(1, {"weight": torch.ones(3)}, {"step": 1})
-    assert sorted(read) == [".metadata", TENSORS]
+def test_the_disk_never_holds_three(tmp_path, monkeypatch):
+    held, save = [], folder.save
+
+    def counted(*arguments, **named):
+        save(*arguments, **named)
+        held.append(sum(path.is_dir() for path in (tmp_path / "checkpoints").iterdir()))
+
+    monkeypatch.setattr(folder, "save", counted)
+    trained(tmp_path, training=TrainingConfig(checkpoint_every=2))
+    assert held == [1, 2, 2, 2, 2, 2]
+    assert names_in(tmp_path) == ["step_00000010", "step_00000012"]
+
+
+def test_without_a_number_of_steps_only_time_and_the_end_count(tmp_path):
+    trained(tmp_path, training=TrainingConfig())
+    assert names_in(tmp_path) == ["step_00000012"]

@@ -56,8 +56,9 @@ _RECIPES = {
     "a model's name are the paper's settings, small and quickstart align small models. MODEL may "
     "be left out where a recipe or config names it: --recipe llama2_7b OUT.",
     "finetune": "Defaults are those of --recipe default: distillation from the dense model with "
-    "fixed routers, as measured on a model of 135M parameters. paper (or sft) is the paper's "
-    "training on 1.2B tokens, small is for models of a few million parameters.",
+    "fixed routers, as measured on a model of 135M parameters. paper is the paper's training "
+    "on 1.2B tokens, sft the same with our gradient of the routers, small is for models of a few "
+    "million parameters.",
 }
 """What help says of the recipes of each command that has some."""
 

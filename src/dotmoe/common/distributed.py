@@ -130,6 +130,8 @@ def process_group(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(local_rank)
     # Rank 0 tokenises alone, which can take hours; if a rank has died, torchrun ends the others.
     dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(days=1))
+    if device.type == "cuda":  # between GPUs nobody waits for rank 0's work on files
+        limit_wait(device, timedelta(minutes=30))
     if not is_rank_zero():
         logging.disable(logging.WARNING)  # rank 0 warns of the same
     try:
@@ -146,6 +148,11 @@ def process_group(device: torch.device) -> Iterator[None]:
     finally:
         logging.disable(logging.NOTSET)
         dist.destroy_process_group()
+
+
+def limit_wait(device: torch.device, longest: timedelta) -> None:
+    """Let communication between tensors of a device fail if a rank does not answer for so long."""
+    dist.distributed_c10d._get_default_group()._get_backend(device)._set_default_timeout(longest)
 
 
 def mesh(device: torch.device) -> DeviceMesh | None:
@@ -207,6 +214,14 @@ def raise_on_all_ranks(make: Callable[[], Result]) -> Result:
     if own is not None and (is_rank_zero() or not isinstance(own, UserError)):
         raise own
     raise UserError(failed[0]) if is_rank_zero() else _ReportedElsewhereError(failed[0])
+
+
+def gathered(own: Result) -> list[Result]:
+    """What each rank gives, pickled, in the order of ranks; all must call this."""
+    results = [own] * num_ranks()
+    if num_ranks() > 1:
+        dist.all_gather_object(results, own)
+    return results
 
 
 def broadcast_from_rank_zero(make: Callable[[], Result]) -> Result:

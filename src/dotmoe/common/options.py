@@ -1,6 +1,6 @@
 """Checks and JSON form of config dataclasses, whose fields are annotated with their ranges:
 
-    checkpoint_every: Annotated[int, at_least(1), HOW] = 100
+    num_steps: Annotated[int, at_least(1), HOW] = 100
 
 Rules across fields go into a method `check_together()` that raises `UserError`.
 """

@@ -328,7 +328,11 @@ class Format(ABC):
             f"{self.name} does not support: the context is lowered from {whole} to the window, up "
             "to which both compute the same."
         )
-        return [note] * (context < whole) + yarn_notes(conversion.dense.config)
+        left_out = (name.removeprefix("model.") for name in conversion.tensors.left_out)
+        others = sorted({name.partition(".")[0] for name in left_out})
+        text_only = f"Text alone: {', '.join(others)} of the checkpoint are left out."
+        notes = [text_only] * bool(others) + [note] * (context < whole)
+        return notes + yarn_notes(conversion.dense.config)
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
         """Extra fields of the record that only this format has."""

@@ -61,7 +61,9 @@ class LearnedAssignment:
         self.capacity, self.prefix = split.capacity, prefix
         affinity_LNE, router_LED = initial.affinity_LNE[first:], initial.router_LED[first:]
         self.affinity_LNE = nn.Parameter(divided(affinity_LNE, self.ranks), config.learn_assignment)
-        self.router_LED = nn.Parameter(divided(router_LED, self.ranks))
+        is_native = config.router_dtype == "model"
+        dtype = next(dense.model.parameters()).dtype if is_native else torch.float32
+        self.router_LED = nn.Parameter(divided(router_LED.to(dtype), self.ranks))
         zeros_LE = affinity_LNE.new_zeros(affinity_LNE.shape[::2], dtype=torch.float64)
         self.potential_LE = divided(zeros_LE, self.ranks)
         """Warm start of the solver: column potentials in units of affinity, in which a change of
@@ -76,6 +78,7 @@ class LearnedAssignment:
             router_LED=(),
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
+            own_dtype=is_native,
             fixed=(1.0,) * (split.columns - split.num_experts),
             first_layer=first,
             target=split.target,
@@ -163,7 +166,7 @@ class LearnedAssignment:
         """The current state; leading dense layers as at the start. Every rank must call it."""
         initial, first = self.initial, self.masking.first_layer
         affinity_LNE = full_tensor(self.affinity_LNE.detach())
-        router_LED = full_tensor(self.router_LED.detach())
+        router_LED = full_tensor(self.router_LED.detach()).float()
         return replace(
             initial,
             affinity_LNE=torch.cat([initial.affinity_LNE[:first], affinity_LNE]),

@@ -82,6 +82,9 @@ class FinetuneConfig(ObjectiveConfig):
     in the paper. With `train everything` it needs a second copy of the model."""
     z_loss_weight: Annotated[float, at_least(0)] = 0.0
     balance_weight: Annotated[float, at_least(0)] = 1e-4
+    unchosen: Literal["mean", "zero"] = "mean"
+    """Gradient of the routing mask for experts that did not run: `mean` of those that ran, as their
+    output is unknown; `zero`, as for the paper's sliced experts."""
     lora_rank: Annotated[int, at_least(1)] = 16
     """Rank of each adapter, whose output is scaled by 32 / rank; an expert has one adapter for each
     of its three projections."""
@@ -118,6 +121,8 @@ class Student(nn.Module):
             active_experts=layout.active_experts,
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
+            own_dtype=config.router_dtype == "model",
+            mean_if_unchosen=config.unchosen == "mean",
         )
         model: Any = dense.model
         is_divided = ranks.size() > 1 or dtype != torch.float32  # else nothing is divided or cast
@@ -153,7 +158,8 @@ class Student(nn.Module):
         """Shard all weights with FSDP2; a layer is whole only while it runs."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for ffn in self.ffns:
-            fully_shard(ffn.router, mesh=ranks)  # a group of its own, which stays float32
+            if not self.routing.own_dtype:
+                fully_shard(ffn.router, mesh=ranks)  # a group of its own, which stays float32
         for layer in (*self.dense.family.layers(self.model), self):
             fully_shard(layer, mesh=ranks, mp_policy=policy)
         for module in self.modules():
@@ -249,7 +255,7 @@ class Finetuning(Objective):
 
         def forward() -> dict[str, Tensor]:
             by_teacher, tuner = taught, self.model.tuner
-            if by_teacher is None and self.config.kl_weight:
+            if by_teacher is None:
                 if tuner is not None:
                     tuner.disable_adapter_layers()
                 by_teacher = super(Finetuning, self).teacher(tokens_BT)
@@ -384,6 +390,8 @@ def begin_checkpoint(dense: DenseModel, out: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         if (dense.folder / name).is_file():
             shutil.copyfile(dense.folder / name, out / name)
+    if Tensors.of(dense).left_out:  # the text model alone remains
+        dense.config.save_pretrained(out)
     copy_tokenizer(dense, out)
 
 

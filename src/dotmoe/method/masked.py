@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dotmoe.common.distributed import in_float32
 from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.method.router import Routing, kernels_for, router_logits
+from dotmoe.method.router import Routing, kernels_for
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
 
 
@@ -79,7 +79,7 @@ class Masking(Routing):
 
     def of_layer(self, index: int, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """R (with the columns of `fixed`), assignment and plan of split layer number `index`."""
-        mask_TE, _ = self.route(router_logits(x_TD, self.router_LED[index]))
+        mask_TE, _ = self.route(self.logits(x_TD, self.router_LED[index]))
         for value in self.fixed:
             mask_TE = F.pad(mask_TE, (0, 1), value=value)
         plan_NE = None if self.plan_LNE is None else self.plan_LNE[index]

@@ -1,8 +1,9 @@
 """The objective of alignment and finetuning: batch, micro-batches, teacher, losses, gradients."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from dotmoe.models.family import DenseModel
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.folder import Metrics
 from dotmoe.training.loop import Schedule
+
+logger = logging.getLogger(__name__)
 
 IGNORED = -100
 """Label of a position that has no next token."""
@@ -45,8 +48,9 @@ class ObjectiveConfig:
     micro_batch_size: Annotated[int, at_least(1)] = 4
     """Sequences per forward pass; gradients accumulate over the batch. It affects memory and, of
     the losses, only load balancing, which counts tokens per micro-batch. Fixed when resuming."""
-    max_epochs: Annotated[float, above(0)] = 4.0
-    """Maximum passes over the data; the number of steps is lowered if it would exceed them."""
+    max_epochs: Annotated[float, above(0)] | None = 4.0
+    """Maximum passes over the data; if `steps` exceeds them, fewer are taken, with a warning. None:
+    no maximum (paper)."""
     lr: Annotated[float, above(0)] = 5e-4
     """Peak learning rate of the alignment, of all parameters without a rate of their own."""
     lr_router: Annotated[float, at_least(0)] | None = None
@@ -70,6 +74,9 @@ class ObjectiveConfig:
     """Soft mask for the router's gradient: `softmax` (paper) or `soft_top_k` (rows sum to k)."""
     surrogate_temperature: Annotated[float, above(0)] = 1.0
     """Temperature of `soft_top_k`, in units of router logits."""
+    router_dtype: Literal["float32", "model"] = "float32"
+    """Dtype in which routers compute while they are trained, and are stored in alignment: `model`
+    is the model's own (paper). Extraction, evaluation and exports route in float32."""
     activation_checkpointing: Annotated[bool, HOW] = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
 
@@ -85,15 +92,11 @@ class ObjectiveConfig:
                 "kl_weight and ce_weight are both 0, which leaves nothing to learn from. Raise one."
             )
 
-    def schedule(self, num_blocks: int, log: Callable[[str], None] = lambda text: None) -> Schedule:
-        """Training schedule; if `max_epochs` requires fewer steps, this is reported to `log`."""
-        steps = min(self.steps, max(1, int(self.max_epochs * num_blocks / self.batch_size)))
-        if steps < self.steps:
-            log(
-                f"steps lowered from {self.steps} to {steps}: the data would otherwise be seen "
-                f"more than {self.max_epochs:g} times (max_epochs). With little data or a small "
-                "model, --recipe small takes more and smaller steps"
-            )
+    def schedule(self, num_blocks: int) -> Schedule:
+        """Training schedule on a text of `num_blocks` blocks, within `max_epochs`."""
+        steps = self.steps
+        if self.max_epochs is not None:
+            steps = min(steps, max(1, int(self.max_epochs * num_blocks / self.batch_size)))
         return Schedule(
             steps=steps,
             warmup_steps=round(self.warmup_ratio * steps),
@@ -130,6 +133,13 @@ class Objective:
         self.dense, self.routings, self.blocks = dense, routings, blocks
         self.config, self.seed = config, seed
         self.schedule = config.schedule(blocks.num_blocks)
+        if self.schedule.steps < config.steps:
+            logger.warning(
+                "steps lowered from %d to %d: more would read the %d tokens of the text more than "
+                "%g times (max_epochs). --recipe small takes more and smaller steps",
+                *(config.steps, self.schedule.steps, blocks.num_blocks * blocks.seq_len),
+                config.max_epochs,
+            )
         self.micro_batch_size = min(config.micro_batch_size, config.batch_size)
 
     def begin(self, step: int) -> dict[str, Tensor]:
@@ -158,12 +168,17 @@ class Objective:
                 sums[name] = sums.get(name, 0.0) + share * value.detach()
         self.end()
         summed = sum_over_ranks(torch.stack([value.float() for value in sums.values()]))
-        # One copy to the host per step: nothing before this waits for the device.
+        # One copy to the host for all figures of the step.
         values = torch.cat([*(value.float().view(1) for value in metrics.values()), summed])
         return dict(zip([*metrics, *sums], values.tolist(), strict=True))
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """Output of the teacher: of the student with routing off, if both share the weights."""
+        """Output of the teacher: of the student with routing off, if both share the weights.
+
+        None if there is nothing to learn from it, because `kl_weight` is 0.
+        """
+        if not self.config.kl_weight:
+            return None
         self._route(False)
         with torch.no_grad():
             hidden_TD = hidden_states(self.dense, tokens_BT)
@@ -304,10 +319,13 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (
-            None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
-        )
+        grads = (None if grad is None else _scaled(grad, grad_total) for grad in ctx.saved_tensors)
         return *grads, None, None, None, None
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """The product in the gradient's dtype; in 16 bits a factor such as 1/12 is off by 0.2 %."""
+    return (grad.to(torch.promote_types(grad.dtype, factor.dtype)) * factor).to(grad.dtype)
 
 
 def _chunk(

@@ -29,10 +29,21 @@ class Routing:
     surrogate: Surrogate | None = None
     """Soft mask that provides the mask's gradient; None: the mask has no gradient."""
     surrogate_temperature: float = 1.0
+    own_dtype: bool = False
+    """True: logits are computed in the dtype of the router's rows (paper), not in float32."""
+    mean_if_unchosen: bool = True
+    """How sparse FFNs fill the mask's gradient of experts that did not run: by the mean of those
+    that did, or by 0 (paper)."""
     enabled: bool = True
     """False: the model is dense; all neurons run for every token, and no router runs."""
     losses: list[tuple[Tensor, Tensor]] | None = None
     """z-loss and balance loss of each layer in the current forward pass; None: not recorded."""
+
+    def logits(self, x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:
+        """Logits of one layer, as float32 numbers."""
+        if self.own_dtype:
+            return (x_TD.to(router_ED.dtype) @ router_ED.T).float()
+        return router_logits(x_TD, router_ED)
 
     def route(self, logits_TE: Float[Tensor, "T E"]) -> Routed:
         """Route the tokens of one layer (eq:router_topk, eq:router_ste)."""

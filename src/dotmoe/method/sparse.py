@@ -10,20 +10,21 @@ from torch import Tensor, nn
 from dotmoe.common.distributed import full_tensor
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_activation
-from dotmoe.method.router import Routing, router_logits
+from dotmoe.method.router import Routing
 from dotmoe.models.family import DenseModel, GatedFFN
 
 
 class Router(nn.Module):
-    """Router rows of one layer, always float32; a module so that FSDP can treat it separately."""
+    """Router rows of one layer, trained in float32; a module so that FSDP need not round them."""
 
-    def __init__(self, rows_ED: Float[Tensor, "E D"]) -> None:
+    def __init__(self, rows_ED: Float[Tensor, "E D"], routing: Routing) -> None:
         super().__init__()
+        self.routing = routing
         self.weight_ED = nn.Parameter(rows_ED.to(torch.float32, copy=True))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Logits, [T, E] in float32 (eq:router_logits)."""
-        return router_logits(x_TD, self.weight_ED)
+        return self.routing.logits(x_TD, self.weight_ED)
 
 
 class SparseFFN(nn.Module):
@@ -40,7 +41,7 @@ class SparseFFN(nn.Module):
         self.neurons_ES = nn.Buffer(layout.neurons_of_expert(layer).to(device), persistent=False)
         self.shared_M = nn.Buffer(layout.shared_neurons(layer).to(device), persistent=False)
         self.routing = routing
-        self.router = Router(layout.router_LED[layer].to(device))
+        self.router = Router(layout.router_LED[layer].to(device), routing)
         rows = [w.detach() for w in (dense.gate.weight, dense.up.weight, dense.down.weight.T)]
         self.gate_ESD, self.up_ESD, self.down_ESD = (
             nn.Parameter(rows_ND[self.neurons_ES]) for rows_ND in rows
@@ -56,7 +57,7 @@ class SparseFFN(nn.Module):
         experts = (self.gate_ESD, self.up_ESD, self.down_ESD)
         if self.routing.enabled:
             mask_TE, chosen_TK = self.routing.route(self.router(x_TD))
-            mean_where_unknown(mask_TE)
+            fill_unknown(mask_TE, by_mean=self.routing.mean_if_unchosen)
             output_TD = expert_sums(x_TD, mask_TE, chosen_TK, *experts)
         else:
             output_TD = _gated(x_TD, *(weight_ESD.flatten(0, 1) for weight_ESD in experts))
@@ -91,12 +92,12 @@ def make_sparse(dense: DenseModel, layout: ExpertLayout, routing: Routing) -> li
     return ffns
 
 
-def mean_where_unknown(mask_TE: Float[Tensor, "T E"]) -> None:
-    """Where a token's mask is 0, set its gradient to the mean gradient over where the mask is 1.
+def fill_unknown(mask_TE: Float[Tensor, "T E"], *, by_mean: bool) -> None:
+    """Where a token's mask is 0, set its gradient to 0, or to the mean over where the mask is 1.
 
-    The output of an expert that did not run is unknown. With a gradient of 0, logits of chosen
-    experts would rise for ever, because running an expert usually lowers the loss, and routing
-    would collapse. With the mean, a logit rises or falls by comparison with other chosen experts.
+    The output of an expert that did not run is unknown. With a gradient of 0 (paper), logits of
+    chosen experts would rise for ever, because running an expert usually lowers the loss, and
+    routing would collapse. With the mean, a logit rises or falls by comparison with the others.
     """
     if not mask_TE.requires_grad:
         return
@@ -104,6 +105,8 @@ def mean_where_unknown(mask_TE: Float[Tensor, "T E"]) -> None:
 
     def fill(grad_TE: Tensor) -> Tensor:
         chosen_TE = grad_TE * hard_TE
+        if not by_mean:
+            return chosen_TE
         mean_T1 = chosen_TE.sum(dim=1, keepdim=True) / hard_TE.sum(dim=1, keepdim=True)
         return chosen_TE + (1 - hard_TE) * mean_T1
 

@@ -36,6 +36,12 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+TEXT_OF_WRAPPER = {
+    r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
+    r"^(?:model\.)?language_model\.(?=lm_head)": "",
+}
+"""Prefixes that models of more than text give to the tensors of the text model in them."""
+_OF_TEXT = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
 
 
 def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
@@ -161,6 +167,13 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
+def text_name(stored: str) -> str:
+    """Name of a tensor of a text model, without the prefix of a wrapper around it."""
+    for prefix, plain in TEXT_OF_WRAPPER.items():
+        stored = re.sub(prefix, plain, stored)
+    return stored
+
+
 def _tensor_names(path: Path) -> list[str]:
     with _opened(path) as file:
         return list(file.keys())
@@ -205,7 +218,8 @@ class Tensors:
 
     In every family a tensor has its name in LLaMA's form and its own name; a tied matrix has both
     its names; those of a base model get the prefix `model.`, as Transformers gives it when it
-    loads one. The last tensor read is cached, so consecutive slices of one matrix cost one read.
+    loads one; those of a text model in a wrapper lose its prefix. The last tensor read is cached,
+    so consecutive slices of one matrix cost one read.
     """
 
     def __init__(
@@ -216,8 +230,15 @@ class Tensors:
         self._part_of = part_of
         files = tensor_files(folder)
         prefix = "model." if EMBEDDING.removeprefix("model.") in files else ""
+        named = {text_name(name): (path, name) for name, path in files.items()}
+        self.left_out: list[str] = []
+        """Names of the tensors around a text model: its vision tower and projector."""
+        if any(name != place[1] for name, place in named.items()):
+            self.left_out = sorted(named.keys() - set(filter(_OF_TEXT.match, named)))
         self._place = {
-            (name if name == HEAD else prefix + name): (path, name) for name, path in files.items()
+            (name if name == HEAD else prefix + name): place
+            for name, place in named.items()
+            if name not in self.left_out
         }
         self.changed = dict[str, Path]()
         """Files of the tensors that a repair has replaced."""

@@ -22,7 +22,7 @@ from dotmoe.common.errors import UserError, nearest
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"
-WRAPPER = "it wraps a language model for more than text, and only a plain one can be split"
+WRAPPER = "it wraps a language model for more than text, which is of none of these families"
 TOKENS_AT_ONCE = 4096
 """Tokens of a `Stream` whose activations exist at once."""
 

@@ -6,7 +6,7 @@ layer, or the embedding, is gathered only while it runs; the head only by a call
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +25,14 @@ from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import is_finite, read_json
 from dotmoe.common.options import HOW
 from dotmoe.models.checkpoint import (
+    HEAD,
+    TEXT_OF_WRAPPER,
     Tensors,
     at_revision,
     checkpoint_folder,
     is_local,
     tensor_files,
+    text_name,
 )
 from dotmoe.models.family import (
     FAMILIES,
@@ -178,7 +181,11 @@ def dense_config(source: str) -> tuple[Any, Path]:
         raise UserError(f"{folder} holds no config.json. Name a Hugging Face checkpoint folder.")
     plain = read_json(path)
     model_type = str(plain.get("model_type", ""))
-    if model_type not in FAMILIES:  # Transformers may not know it either
+    text = plain.get("text_config")
+    text = text if isinstance(text, dict) else plain
+    if (
+        not {model_type, str(text.get("model_type"))} & FAMILIES.keys()
+    ):  # Transformers may not know it
         family_of(SimpleNamespace(**plain | {"model_type": model_type}))
     if plain.get("quantization_config"):
         raise UserError(
@@ -204,11 +211,20 @@ def dense_config(source: str) -> tuple[Any, Path]:
 def config_of(folder: Path) -> Any:
     """The config in a folder, with `pad_token_id` None if the embedding has no such row.
 
+    For a model of more than text, it is that of its text model, tied if no head is stored.
     Transformers chooses the attention kernel, not the checkpoint, which may name one that is not
     installed. It builds no model with a pad token beyond the embedding, and with -1, as LLaMA has
     it, passes no gradient to the last row.
     """
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = whole.get_text_config(decoder=True)
+    if config is not whole:
+        tied = read_json(folder / "config.json").get("tie_word_embeddings")
+        config.tie_word_embeddings = config.tie_word_embeddings if tied is None else tied
+        config.dtype = config.dtype or whole.dtype
+        with suppress(UserError):  # there may be no weights beside the config
+            if HEAD in map(text_name, tensor_files(folder)):
+                config.tie_word_embeddings = False
     config._attn_implementation = None
     pad, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     if isinstance(pad, int) and isinstance(rows, int) and not 0 <= pad < rows:
@@ -227,6 +243,7 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                key_mapping=TEXT_OF_WRAPPER,
                 # Reported below; Transformers' own error does not say which tensor it is.
                 ignore_mismatched_sizes=True,
             )

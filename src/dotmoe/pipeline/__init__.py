@@ -289,7 +289,7 @@ class _Run:
         """Within this context, a bar shows training steps, tokens per second and active losses."""
         losses = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
         blocks = self.text.training
-        steps = self.training.schedule(blocks.num_blocks, self.progress.log).steps
+        steps = self.training.schedule(blocks.num_blocks).steps
         with self.progress.bar(title, self.training.batch_size * blocks.seq_len) as update:
             yield lambda step, metrics: update(
                 step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in losses)

@@ -6,6 +6,8 @@ values. Every rank must see the same folder.
 """
 
 import errno
+import hashlib
+import io
 import json
 import logging
 import math
@@ -22,13 +24,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dotmoe.common.distributed import broadcast_from_rank_zero, is_rank_zero
+from dotmoe.common.distributed import broadcast_from_rank_zero, gathered, is_rank_zero
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import (
+    Checksum,
     DamagedError,
     checksums,
     complete_folder,
@@ -42,7 +49,7 @@ from dotmoe.common.files import (
 logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
 
-_MANIFEST, _KEPT = "manifest.json", 2
+_MANIFEST = "manifest.json"
 
 Metrics = dict[str, float]
 Destination = Literal["tensorboard", "wandb"]
@@ -51,36 +58,43 @@ OnStep = Callable[[int, Metrics], None]
 
 
 class Checkpoints:
-    """The checkpoints in a stage's folder; only the two newest are kept."""
+    """The checkpoints in a stage's folder: the two newest, or the newest while one is written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkpoints"
 
     def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Write a checkpoint atomically, then delete older ones. All ranks must call it.
+        """Write a checkpoint atomically. All ranks must call it.
 
-        Plain tensors and values are equal on all ranks; each rank writes its part of a DTensor.
-        If this fails (`OSError`: the disk is full), nothing is left of it, and older ones stay.
+        All but the newest are deleted first, so that the disk never holds three. Plain tensors and
+        values are equal on all ranks; each rank writes its part of a DTensor. If this fails
+        (`OSError`: the disk is full), nothing is left of it, and the newest stays.
         """
         with ExitStack() as writing:
 
             def begin() -> Path:
                 for half_written in self.folder.glob(".step_*"):  # by a process that was killed
                     remove(half_written)
+                for old in self._newest_first()[1:]:
+                    shutil.rmtree(old, ignore_errors=True)
                 return writing.enter_context(complete_folder(self.folder / f"step_{step:08d}"))
 
             partial = broadcast_from_rank_zero(begin)
             try:
-                save(dict(tensors), storage_writer=FileSystemWriter(partial))
+                writer = FileSystemWriter(partial)
+                writer.fs = summing = _Summing()
+                save(dict(tensors), storage_writer=writer)
             except CheckpointException as error:
                 raise _cause_of(error) from error
+            written = {
+                name: sums for own in gathered(summing.written) for name, sums in own.items()
+            }
 
             def complete() -> None:
-                files = checksums(partial, [file.name for file in partial.iterdir()])
+                others = [file.name for file in partial.iterdir() if file.name not in written]
+                files = written | checksums(partial, others)
                 write_text(partial / _MANIFEST, with_checksum({"files": files, "values": values}))
                 writing.close()
-                for old in self._newest_first()[_KEPT:]:
-                    shutil.rmtree(old, ignore_errors=True)
 
             broadcast_from_rank_zero(complete)
 
@@ -126,6 +140,37 @@ class Checkpoints:
 
     def _newest_first(self) -> list[Path]:
         return sorted(self.folder.glob("step_*"), reverse=True)
+
+
+class _Summing(FileSystem):
+    """A file system that sums up tensor files while they are written: none is read again."""
+
+    def __init__(self) -> None:
+        self.written = dict[str, Checksum]()
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        path = Path(path)
+        if path.suffix != ".distcp":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _Summed(io.FileIO(path, mode)) as summed:
+            yield summed
+        sums = {"bytes": path.stat().st_size, "sha256": summed.sha256.hexdigest()}
+        self.written[path.name] = sums
+
+
+class _Summed(io.BufferedWriter):
+    """A file that is written from its first byte to its last, with its SHA-256."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        super().__init__(file)
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return super().write(data)
 
 
 def _cause_of(error: CheckpointException) -> BaseException:

@@ -48,8 +48,9 @@ _MAX_LOSS_RATIO = 10.0
 class TrainingConfig:
     """Checkpoints, bad losses and logs of every training stage; none changes what is learned."""
 
-    checkpoint_every: Annotated[int, at_least(1)] = 100
-    """Steps between checkpoints; one is also written half an hour after the last."""
+    checkpoint_every: Annotated[int, at_least(1)] | None = None
+    """Steps between checkpoints, in addition to those half an hour after the last, at the end and
+    on SIGTERM or Ctrl-C. None: only those."""
     on_bad_loss: Literal["stop", "skip"] = "stop"
     """What to do if a loss or gradient is not finite, or a loss explodes: `stop` with an error that
     names the layer and the last checkpoint, or `skip` the batch."""
@@ -149,7 +150,7 @@ def train(
             metrics["seconds"] = time.perf_counter() - started
             for log in (*logs, on_step):
                 log(step + 1, metrics)
-            is_due = (step + 1) % training.checkpoint_every == 0
+            is_due = (step + 1) % (training.checkpoint_every or schedule.steps) == 0
             is_due |= time.monotonic() - last_save >= _CHECKPOINT_SECONDS
             # Whether any rank has received a signal, and whether rank 0 wants a checkpoint.
             reasons = [*(number in signals for number in _SIGNALS), is_due and is_rank_zero()]

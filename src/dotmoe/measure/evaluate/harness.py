@@ -111,7 +111,7 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
 
     device = resolved_device(config.load.device)
     with loading(folder):
-        sizes = AutoConfig.from_pretrained(folder, local_files_only=True)
+        sizes = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         context, batch_size = int(sizes.max_position_embeddings), config.corpus.batch_size
         length = in_context("max_length", config.max_length or context, context)
         if batch_size == "auto" and device.type == "cpu":

@@ -1,0 +1,117 @@
+"""An option reaches what it controls. Oracles: definitions of AdamW, LoRA and a temperature."""
+
+import pytest
+import torch
+
+from dotmoe.method import calibrate as start
+from dotmoe.method.align import AlignConfig, Alignment
+from dotmoe.method.calibrate import CalibrateConfig, calibrate
+from dotmoe.method.finetuning import FinetuneConfig, Finetuning
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import AssignmentConfig
+from dotmoe.method.masked import masked
+from dotmoe.text.blocks import TokenBlocks
+from dotmoe.training.loop import adamw, global_norm, parameters_of, update
+
+SMALL = {"batch_size": 2, "micro_batch_size": 2, "lr": 1e-2, "weight_decay": 0.0}
+ROUTERS = {"balance_weight": 0.0, "z_loss_weight": 0.0}
+SPLIT = Granularity(num_experts=6, expert_size=16, active_experts=2)
+
+
+@pytest.fixture(params=["align", "finetune"])
+def stepped(request, dense_of, new_student, tiny_dense, blocks):
+    """Takes a step with options; the parameters before and after it and their gradients."""
+
+    def take(**options):
+        if request.param == "align":
+            dense = dense_of("llama")
+            state = calibrate(dense, blocks, SPLIT, CalibrateConfig(start="random"), seed=0)
+            state.router_LED.mul_(20)
+            config = AlignConfig(**SMALL | options)
+            task = Alignment(dense, blocks, state, SPLIT, config, AssignmentConfig(), seed=0)
+            context = masked(dense, task.routings)
+        else:
+            config = FinetuneConfig(**SMALL | options)
+            student = new_student(tiny_dense("llama"), config)
+            task = Finetuning(student, None, blocks, config, seed=0)
+            context = masked(student.dense, [])
+        optimizer = adamw(task)
+        parameters = parameters_of(optimizer)
+        with context:
+            task.accumulate_gradients(0)
+        before = {name: (p.detach().clone(), p.grad) for name, p in parameters.items()}
+        update(optimizer, task.schedule.max_grad_norm, global_norm(optimizer), 1.0)
+        return {name: (*before[name], p.detach()) for name, p in parameters.items()}
+
+    return take
+
+
+def test_routers_without_a_rate_stay_bit_for_bit(stepped):
+    for name, (before, _, after) in stepped(lr_router=0.0, weight_decay=0.1).items():
+        assert torch.equal(before, after) == ("router" in name), name
+
+
+def test_routers_have_a_rate_of_their_own(stepped):
+    for name, (before, grad, after) in stepped(lr_router=0.5, max_grad_norm=1e9).items():
+        moved = (after - before)[grad.abs() > 1e-5].abs()  # Adam's first step is the rate itself
+        torch.testing.assert_close(
+            moved, torch.full_like(moved, 0.5 if "router" in name else 1e-2), rtol=1e-2, atol=0
+        )
+
+
+def test_weight_decay_is_adamws(stepped):
+    plain, decayed = stepped(), stepped(weight_decay=0.5)
+    for name, (before, _, after) in decayed.items():
+        torch.testing.assert_close(
+            after - plain[name][2], -1e-2 * 0.5 * before, rtol=1e-3, atol=1e-6
+        )
+
+
+def test_gradients_are_clipped(stepped):
+    """To a norm far below AdamW's epsilon, so that next to nothing moves."""
+    for before, _, after in stepped(max_grad_norm=1e-13).values():
+        assert (after - before).abs().max() < 1e-4 * 1e-2
+
+
+def test_the_surrogates_temperature_divides_the_routers_gradient(stepped):
+    hot, hotter = (stepped(surrogate_temperature=t, **ROUTERS) for t in (1e3, 1e4))
+    for name, (_, grad, _) in hot.items():
+        if "router" in name:
+            assert (grad - 10 * hotter[name][1]).norm() < 1e-2 * grad.norm()
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+def test_an_adapter_adds_its_product_times_32_over_its_rank(rank, new_student, tiny_dense):
+    pytest.importorskip("peft")
+    student = new_student(tiny_dense("llama"), FinetuneConfig(train="lora", lora_rank=rank))
+    query = student.model.model.layers[0].self_attn.q_proj
+    first, second = query.lora_A["default"].weight, query.lora_B["default"].weight
+    with torch.no_grad():
+        second.normal_()
+        x = torch.randn(3, first.shape[1])
+        added = query(x) - query.base_layer(x)
+        torch.testing.assert_close(added, 32 / rank * x @ first.T @ second.T, rtol=1e-4, atol=1e-4)
+
+
+def test_the_start_reads_40_tokens_an_input_as_shares_and_rounds_at_a_hundredth(
+    dense_of, monkeypatch
+):
+    dense, seen, taus = dense_of("llama"), [], []
+    blocks = TokenBlocks(torch.randint(2, 258, (200, 24), dtype=torch.int32))
+    begin, plan = start.router_aware_start, start.balanced_plan
+
+    def remember(x_TD, share_TN, *rest, **named):
+        seen.append(share_TN)
+        return begin(x_TD, share_TN, *rest, **named)
+
+    def solve(affinity, **named):
+        taus.append(named["tau"] / float(affinity.std()))
+        return plan(affinity, **named)
+
+    monkeypatch.setattr(start, "router_aware_start", remember)
+    monkeypatch.setattr(start, "balanced_plan", solve)
+    calibrate(dense, blocks, SPLIT, CalibrateConfig(), seed=0)
+    assert taus == pytest.approx([0.01] * 20)
+    for share_TN in seen:
+        assert 40 * 64 <= len(share_TN) < 40 * 64 + 24
+        torch.testing.assert_close(share_TN.sum(dim=1), torch.ones(len(share_TN)))

@@ -1,0 +1,79 @@
+"""Text models inside models of more than text. Oracle: stock Transformers, the whole model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from conftest import TINY, byte_tokenizer
+from dotmoe.export import GgufConfig, export
+from dotmoe.method.finetuning import begin_checkpoint
+from dotmoe.models.load import LoadConfig, load_dense
+from export.comparison import logits_of, masked_logits, relative_error, stock_logits
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "model_type": "pixtral"}
+WRAPPERS = {
+    "mistral3": {"text_config": {"model_type": "mistral", "head_dim": 16, **TINY}},
+    "llava": {"text_config": {"model_type": "llama", **TINY}},
+}
+"""Wrappers and the text models in them."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Writes a tiny model of text and images: its folder and the stock model."""
+
+    def make(kind, *, tied=False, renamed=False):
+        folder = tmp_path_factory.mktemp(kind)
+        config = {"vision_config": VISION, "image_token_index": 263, "tie_word_embeddings": tied}
+        config = AutoConfig.for_model(kind, **WRAPPERS[kind], **config)
+        torch.manual_seed(1)
+        model = AutoModelForImageTextToText.from_config(config).eval()
+        model.save_pretrained(folder)
+        byte_tokenizer(has_bos=True).save_pretrained(folder)
+        if renamed:  # as Transformers 4.5x names them
+            weights = load_file(folder / "model.safetensors")
+            named = {f"model.{name}": weight for name, weight in weights.items()}
+            named = {
+                name.replace("model.language_model.model.", "model.language_model."): weight
+                for name, weight in named.items()
+            }
+            named = {
+                name.replace("model.language_model.lm_head", "lm_head"): weight
+                for name, weight in named.items()
+            }
+            save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder, model
+
+    return make
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"renamed": True}], ids=str)
+def test_the_text_model_converts_alone(kind, options, whole, layout_of, tokens_BT, tmp_path):
+    folder, model = whole(kind, **options)
+    dense = load_dense(str(folder), LoadConfig(device="cpu", dtype="float32"))
+    assert dense.config.model_type == dense.family.model_type
+    assert dense.config.tie_word_embeddings == options.get("tied", False)
+    expected = logits_of(model, tokens_BT)
+    torch.testing.assert_close(logits_of(dense.model, tokens_BT), expected)
+    layout = layout_of(dense)
+    record = export(dense, layout, tmp_path / "out", GgufConfig(), tokens_BT)
+    assert record.format == "glm4_moe"
+    left_out = "Text alone: multi_modal_projector, vision_tower of the checkpoint are left out."
+    assert left_out in record.notes
+    logits = stock_logits(tmp_path / "out", tokens_BT)
+    assert relative_error(logits, masked_logits(dense, layout, tokens_BT)) < 3e-3
+
+
+def test_a_checkpoint_of_other_weights_holds_the_text_model_alone(whole, tokens_BT, tmp_path):
+    folder, model = whole("mistral3")
+    dense, out = load_dense(str(folder), LoadConfig(device="cpu", dtype="float32")), tmp_path / "to"
+    begin_checkpoint(dense, out)
+    save_file(dict(dense.model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
+    stock = AutoModelForCausalLM.from_pretrained(out)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "mistral"
+    torch.testing.assert_close(logits_of(stock, tokens_BT), logits_of(model, tokens_BT))
