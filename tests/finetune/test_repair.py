@@ -234,7 +234,7 @@ def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp
     options = {**TINY_CONVERT, "data": text_file, "steps": 0, "repair_tokens": 4000}
     few = {"scale_tokens": 128, "verify_tokens": 128}
     later = {"train": "repair", "repair_tokens": 4000, **few}
-    tuning = {"train": "router", "steps": 4, "batch_size": 2, "lr": 1e-3, "kl_weight": 1, **few}
+    tuning = {"train": "router", "steps": 4, "batch_size": 2, "lr_router": 1e-3, **few}
     dense, names = tiny_dense("llama"), ("frozen", "repaired", "later", "tuned", "mixtral")
     at = {name: tmp_path / name for name in names}
     tuned = [

@@ -84,7 +84,7 @@ def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command, tm
 
 
 REFUSED = {
-    "finetune RUN OUT --train router": "train is router.*--train repair",
+    "finetune RUN OUT": "train is everything.*--train repair",
     "export RUN OUT --format gguf": "experts made of heads",
     "export RUN --in-place --active-experts 2": "cannot be changed",
     "convert embedded OUT --data TEXT --heads-per-expert 2": "targets is ffn",
