@@ -19,7 +19,8 @@ from dotmoe.text.blocks import TokenBlocks
 from runs import KEEPING_NOTHING, torchrun
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
-TRAIN = ["--recipe", "sft", "--steps", "6", "--batch-size", "4", "--seq-len", "32", "--lr", "1e-3", *QUICK]
+TRAIN = ["--recipe", "sft", "--steps", "6", "--batch-size", "4", "--seq-len", "32", *QUICK]
+TRAIN += ["--lr", "1e-3"]
 
 
 def test_a_run_is_finetuned_measured_and_exported_again(finished, tmp_path, capsys):
