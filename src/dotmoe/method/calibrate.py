@@ -194,8 +194,7 @@ def _energy(
 
 def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
     """H of eq:ffn_intermediate, in float32, for FFN inputs in the model's dtype."""
-    hidden: Tensor = F.silu(ffn.gate(x_TD)) * ffn.up(x_TD)
-    return hidden.float()
+    return ffn.hidden(x_TD).float()
 
 
 def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
