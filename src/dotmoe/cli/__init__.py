@@ -34,10 +34,14 @@ _CONVERSION = ("experts", "expert-size", "active", "active-experts", *_TEXT, *_T
 
 COMMANDS = {
     "quickstart": Command("Convert the bundled model on Python's standard library, in minutes."),
-    "inspect": Command("Show experts, parameters, memory, time and warnings before a conversion."),
+    "inspect": Command(
+        "Show what a conversion would give and cost: parameters, memory, time, disk, warnings.",
+        common=("gpu", "gpus", "train", "finetune-steps", "json", *_CONVERSION, "repair"),
+        recipes="convert",
+    ),
     "convert": Command(
         "Turn a dense checkpoint into an MoE checkpoint.",
-        common=("method", *_CONVERSION, "repair", "format"),
+        common=("method", *_CONVERSION, "repair", "time", "format"),
         recipes="convert",
     ),
     "compare": Command(

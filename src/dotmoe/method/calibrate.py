@@ -36,7 +36,7 @@ LAYERS_PER_DENSE = 12
 """Number of layers of which one at most is kept dense unasked: more would cost too much."""
 OUTLIER_TOKENS = 2048
 """Number of tokens on which layers are compared."""
-_ROUNDS = 10
+ROUNDS = 10
 """Rounds of the start from data; each updates the router and then the experts."""
 
 
@@ -243,7 +243,7 @@ def router_aware_start(
     def router() -> Tensor:
         return fitted(log_energy(expert_sums(share_TN, expert_N, split.num_experts)))
 
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)
         mask_TE = F.pad(mask_TE, (0, split.columns - split.num_experts), value=1)
         expert_N = harden(share_TN.T @ mask_TE, split.capacity, relative_tau=0.01)
