@@ -41,6 +41,7 @@ from dotmoe.measure.inspection import InspectConfig, inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
 from dotmoe.measure.report.page import quickstart_summary
 from dotmoe.method.granularity import ExpertsConfig
+from dotmoe.models.load import LoadConfig
 from dotmoe.pipeline import compare
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -240,9 +241,10 @@ def planned() -> list[Any]:
         experts = ExpertsConfig(expert_size=128, active=0.25, shared=0.0)  # the paper
         for task in ("align", "finetune"):
             asked = InspectConfig(
-                model=model, experts=experts, device="cpu", task=task, gpu="h100", gpus=8
+                model=model, experts=experts, load=LoadConfig(device="cpu"), gpu="h100", gpus=8
             )
-            (plan,) = inspect_model(config, asked, stored=torch.bfloat16, here=here)["plans"]
+            plans = inspect_model(config, asked, stored=torch.bfloat16, here=here)["plans"]
+            plan = next(plan for plan in plans if plan["task"] == task)
             rows.append({"model": model, "task": task, **plan["recommended"], **plan})
     return rows
 

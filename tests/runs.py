@@ -47,7 +47,8 @@ FORMATS_OF = {
 _KIN = ("internlm3", "iquestcoder", "cwm", "ministral")
 FORMATS_OF_KIN = dict.fromkeys(_KIN, ("glm4_moe", "mixtral"))
 FORMATS_OF_KIN["seed_oss"] = ("glm4_moe",)
-"""The same of families that differ from one of those in their config alone; heads have a width of their own."""
+"""The same of families that differ from one of those in their config alone; heads have a width of
+their own."""
 REQUIRED = {"ministral": {"head_dim": 24}}
 """Entries of a config without which a stock class makes no tiny model."""
 GRANITE_FACTORS = {

@@ -164,7 +164,7 @@ def test_the_block_reference_is_the_sum_of_expert_outputs(dense_of, layout_of):
             gate, up = ffn.gate.weight[rows] @ x[token], ffn.up.weight[rows] @ x[token]
             expected[token] += ffn.down.weight[:, rows] @ (gate * torch.sigmoid(gate) * up)
     mask = neuron_mask(chosen, layout, 0)
-    actual = binary_gate_ffn(x, mask, iter(projection.weight for projection in ffn))
+    actual = binary_gate_ffn(x, mask, iter(projection.weight for projection in ffn[:3]))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -6,12 +6,17 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from dotmoe.export.format import ExportConfig
 from dotmoe.measure.inspection import InspectConfig, inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
 from dotmoe.measure.inspection.sizes import Sizes, Step
+from dotmoe.method.align import AlignConfig
 from dotmoe.method.granularity import ExpertsConfig, resolve
 from dotmoe.method.masked import Masking, masked_ffn
+from dotmoe.method.repair import RepairConfig
 from dotmoe.models.family import family_of
+from dotmoe.models.load import LoadConfig
+from dotmoe.text.sources import DataConfig
 
 HERE = Accelerator(
     name="this CPU",
@@ -55,13 +60,19 @@ def llama_3_8b(**changes):
     return LlamaConfig(**{**LLAMA_3_8B, **changes})
 
 
-def inspection(config, *, stored=torch.bfloat16, **options):
+def inspection(config, *, stored=torch.bfloat16, here=HERE, **options):
     stated = {"shared": 0.0} | {name: options.pop(name) for name in SPLIT & options.keys()}
     if not {"active", "active_experts"} & stated.keys():
         stated["active"] = 0.25
     experts = ExpertsConfig(**stated)
-    asked = InspectConfig(experts=experts, **{"model": "any", "device": "cpu", **options})
-    return inspect_model(config, asked, stored=stored, here=HERE)
+    nested = {"load": {"device": "cpu"}, "align": {}, "data": {}, "export": {}, "repairing": {}}
+    kinds = {"data": DataConfig, "export": ExportConfig, "repairing": RepairConfig}
+    kinds |= {"load": LoadConfig, "align": AlignConfig}
+    for part, kind in kinds.items():
+        own = {field.name for field in fields(kind)} & options.keys()
+        nested[part] = kind(**nested[part] | {name: options.pop(name) for name in own})
+    asked = InspectConfig(experts=experts, model="any", **nested, **options)
+    return inspect_model(config, asked, stored=stored, here=here)
 
 
 def sizes(config, *, written=torch.bfloat16, **experts):

@@ -3,18 +3,24 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from inspected_models import LLAMA_3_8B, inspection, llama_3_8b, tiny
+from inspected_models import HERE, LLAMA_3_8B, inspection, llama_3_8b, tiny
 from rich.console import Console
 from transformers import AutoConfig, GraniteConfig
 
 from dotmoe.cli import run
 from dotmoe.common.errors import UserError
 from dotmoe.common.tables import in_bytes
-from dotmoe.measure.inspection import stored_dtype
+from dotmoe.measure.inspection import chosen_in_time, stored_dtype
 from dotmoe.measure.inspection.tables import render
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.repair import RepairConfig
+from dotmoe.run.config import recipe
+from runs import TINY_CONVERT
+from runs import words as words_of
 
 EXACT = [
     "8,030,261,248",  # published
@@ -38,7 +44,7 @@ def shown(found):
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("options", [{}, {"steps": 10}, {"task": "finetune"}])
+@pytest.mark.parametrize("options", [{}, {"steps": 0, "repair": True}, {"finetune_steps": 9}])
 def test_tables_fit_eighty_columns_with_counts_split_sizes_and_every_machine(options):
     found = inspection(llama_3_8b(), **options)
     text = shown(found)
@@ -51,12 +57,13 @@ def test_tables_fit_eighty_columns_with_counts_split_sizes_and_every_machine(opt
     ]:
         assert part in text
     lines = text.splitlines()
-    assert len(lines) <= 65
+    assert len(lines) <= 106
     assert max(map(len, lines)) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
     assert text.count("warning") == 0
-    for machine in ("8 x H200", "this CPU"):
-        assert sum(line.strip().startswith(machine) for line in lines) == 1
+    assert "8 x H200" in text
+    assert "dotmoe convert on this CPU" in text
+    assert ("--repair-epochs 0" in text) == options.get("repair", False)
     for name in itemised(found):
         assert in_bytes(sum(found[name].values())) in text
 
@@ -64,7 +71,7 @@ def test_tables_fit_eighty_columns_with_counts_split_sizes_and_every_machine(opt
 def test_what_is_not_asked_for_is_not_shown():
     text = shown(inspection(llama_3_8b(), steps=0))
     assert "start from data" in text
-    assert "H100" not in text
+    assert "tokens/s" not in text
     assert "--shared" not in shown(inspection(llama_3_8b(), first_dense_layers=1, shared=0.125))
     granite = tiny(GraniteConfig, num_hidden_layers=20, residual_multiplier=0.5)
     assert "--shared" not in shown(inspection(granite, steps=0))  # GraniteMoe has no dense layers
@@ -78,7 +85,7 @@ def test_the_record_is_json_and_its_totals_are_sums():
     assert record["origin"] == "estimated"
     for name in itemised(record):
         assert record[f"{name}_total"] == sum(record[name].values()) > 0
-    here, *gpus = record["plans"]
+    here, *gpus = (plan for plan in record["plans"] if plan["task"] == "align")
     assert (here["gpu"], here["origin"]) == ("this CPU", "measured")
     assert here["recommended"]["memory"]["dense weights"] == 4 * 8_030_261_248
     for plan in gpus:
@@ -102,7 +109,7 @@ def test_sequences_longer_than_the_context_are_costed_as_they_would_run():
         ({"expert_size": 100}, "expert_size is 100, .* Choose 64 or 112"),
         ({"gpus": 0}, "gpus is 0, but it must be at least 1.*"),
         ({"first_dense_layers": 32}, "first_dense_layers is 32, .* Choose 0 to 31"),
-        ({"task": "finetune", "targets": "both"}, "task is finetune, but targets is both: .*"),
+        ({"finetune_steps": 0}, "finetune_steps is 0, but it must be at least 1.*"),
     ],
 )
 def test_what_cannot_be_inspected_is_refused_in_one_line(options, why):
@@ -149,3 +156,85 @@ def test_without_weights_the_config_says_the_dtype_and_damaged_ones_are_refused(
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(UserError, match=r"model.safetensors is no valid .*Get it again\.$"):
         stored_dtype(tiny(), tmp_path)
+
+
+def test_inspect_takes_what_convert_takes_and_plans_exactly_that(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    written = {"command": "convert", "model": "MODEL", "out": "OUT", "experts": {"experts": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+
+    def plan(*words):
+        line = ["inspect", str(tmp_path / "model"), *words, "--device", "cpu", "--gpu", "h100"]
+        assert run([*line, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        record["names"] = [row["stage"] for row in record["conversions"][0]["stages"]]
+        return record
+
+    usual, paper = plan("OUT", "--data", "none.txt"), plan("--recipe", "paper")
+    last = ["extraction", "repair", "export", "evaluation"]
+    assert usual["names"] == ["tokenise", "start from data", *last]
+    assert paper["names"] == ["tokenise", "alignment", *last[::2], last[3]]  # from a random start
+    assert usual["run"]["calibration_tokens"] == 40 * 4_096
+    assert (usual["run"]["repair_tokens"], usual["run"]["repair_epochs"]) == (40 * 14_336, 3)
+    assert paper["run"]["tokens"]["align"] == 3_500 * 64 * 2_048
+    split = Granularity.of(usual["granularity"])
+    assert split.active_experts * 128 + split.shared_size == 7_168
+    fewer = plan("--repair-tokens", "4096", "--repair-epochs", "0", "--dtype", "float32")
+    assert fewer["conversions"][0]["stages"][3]["memory"]["dense weights"] == 4 * 8_030_261_248
+    assert fewer["conversions"][0]["hours"] < usual["conversions"][0]["hours"]
+    by_file = Granularity.of(plan("--config", str(tmp_path / "config.json"))["granularity"])
+    assert by_file.num_experts * by_file.expert_size + by_file.shared_size == 14_336
+    assert by_file.expert_size == 14_336 // 64
+
+
+def test_a_named_gpu_is_planned_for_whatever_this_machine_is():
+    slow, fast = (
+        inspection(llama_3_8b(), gpu="h100", here=replace(HERE, flops_per_s=rate), repair=True)
+        for rate in (1e9, 1e15)
+    )
+    assert slow["conversions"] == fast["conversions"]
+    one, eight = (each["stages"] for each in slow["conversions"])
+    assert [row for row in one if row["stage"] != "alignment"] == [
+        row for row in eight if row["stage"] != "alignment"
+    ]  # rank zero alone
+    assert "on 1 x H100" in shown(slow)
+    assert "this CPU" not in shown(slow)
+
+
+@pytest.mark.parametrize(
+    ("time", "options", "taken"),
+    [
+        ("7d", {}, RepairConfig()),
+        ("5d", {}, RepairConfig(repair_epochs=0)),
+        ("2d", {}, RepairConfig(repair_epochs=0, repair_tokens=16_384)),
+        ("1s", {}, "no repair takes less here: the default repair about "),
+        ("soon", {}, "time is 'soon', but it must be a duration"),
+        ("1h", {"repairing": RepairConfig(repair_epochs=1)}, "Leave one of the two out"),
+        ("1h", {"repair": False}, "Leave one of the two out"),
+    ],
+)
+def test_the_best_repair_that_fits_into_a_time_is_taken(time, options, taken, tiny_dense):
+    model = str(tiny_dense("llama", num_hidden_layers=2, intermediate_size=1_024))
+    config = recipe(model=model, out="OUT", time=time, eval_tokens=64, **options)
+    machine = replace(HERE, flops_per_s=1e6, single_flops_per_s=1e6, double_flops_per_s=1e6)
+    if isinstance(taken, str):
+        with pytest.raises(UserError, match=taken):
+            chosen_in_time(config, machine)
+    else:
+        chosen, why = chosen_in_time(config, machine)
+        assert chosen == replace(config, repairing=taken)
+        assert why.startswith(f"time {time}: takes ")
+
+
+def test_a_run_records_the_repair_that_its_time_allowed_and_resumes_with_it(
+    tiny_dense, text_file, tmp_path, capsys
+):
+    words = {**TINY_CONVERT, "steps": 0, "data": [text_file], "time": "1d"}
+    del words["no_repair"]
+    line = ["convert", tiny_dense("llama"), tmp_path / "run", *words_of(**words)]
+    assert run([*map(str, line)]) == 0
+    assert "time 1d: takes the default repair about" in capsys.readouterr().err
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (record["time"], record["repairing"]["repair_epochs"]) == ("1d", 3)
+    assert run([*map(str, line)]) == 0

@@ -6,7 +6,7 @@ from inspected_models import TINY, inspection, llama_3_8b, masked_model, sizes, 
 from torch.profiler import ProfilerActivity, profile
 from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
-from dotmoe.measure.inspection.sizes import disk, exported_bytes, kept_per_token, step_memory
+from dotmoe.measure.inspection.sizes import exported_bytes, kept_per_token, step_memory
 from dotmoe.method.align import AlignConfig, Alignment
 from dotmoe.method.granularity import ExpertsConfig, resolve
 from dotmoe.method.layout import AlignState, AssignmentConfig
@@ -136,10 +136,10 @@ def test_memory_and_disk_by_hand_for_llama_3():
     assert again[KEPT] == tokens * (32 * 2 * 4_096 + a_layer)
     assert plain[CHUNK] == 5 * 2 * 14_336 * tokens
     assert {name for name in plain if plain[name] != again[name]} == {KEPT}
-    said = disk(found, 458_752_000)
+    said = inspection(llama_3_8b())["disk"]
     assert said["dense checkpoint (unless it is there)"] == 2 * 8_030_261_248
-    assert said["packed tokens"] == 4 * 3_500 * 64 * 2_048
-    assert said["two alignment checkpoints"] == 2 * 3 * 4 * (plan + routers)
+    assert said["tokenise"] == 4 * (3_500 * 64 * 2_048 + 65_536)
+    assert said["alignment"] == 2 * 3 * 4 * (plan + routers)
 
 
 def test_layers_that_stay_dense_cost_no_split():

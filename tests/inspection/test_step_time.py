@@ -1,11 +1,12 @@
 """The model of a step's time: its counts, and its predictions beside measured steps."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from inspected_models import masked_model, sizes, step, tiny
+from inspected_models import HERE, masked_model, sizes, step, tiny
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -15,11 +16,13 @@ from dotmoe.measure.inspection.planner import (
     bytes_moved,
     measured_here,
     products,
-    repair_flops,
     seconds,
 )
+from dotmoe.measure.inspection.stages import Stages
 from dotmoe.method.repair import RepairConfig, repair
+from dotmoe.run.config import RunConfig
 from dotmoe.text.blocks import TokenBlocks
+from dotmoe.text.sources import DataConfig
 
 RECORD = json.loads(
     (Path(__file__).resolve().parents[2] / "results" / "planner_check.json").read_text()
@@ -53,18 +56,18 @@ def test_the_products_of_a_step_are_those_that_pytorch_counts():
 
 def test_the_products_of_a_repair_are_those_that_pytorch_counts(dense_of, layout_of, tmp_path):
     dense = dense_of("llama", num_hidden_layers=3, hidden_size=64, intermediate_size=384)
+    dense.model.set_attn_implementation("eager")  # computes the whole square
     layout = layout_of(dense, 6, active_experts=2)
     blocks = TokenBlocks(torch.arange(64 * 64).reshape(64, 64).int() % 100)
     repairing = RepairConfig(repair_tokens=64 * 64, repair_epochs=2)
     with FlopCounterMode(display=False) as counter:
         repair(dense, layout, blocks, repairing, folder=tmp_path)
     found = sizes(dense.config, experts=6, active_experts=2)
-    width, tokens = 384, 64 * 64
-    gram = 3 * 2 * tokens * width * (width + 64)  # counted twice, since it is in float64
-    solutions = 3 * 2 * 10 * width**2 * (width // 3 + 2 * 64)  # which PyTorch does not count
-    assert repair_flops(found, tokens, 2) - gram - solutions == pytest.approx(
-        counter.get_total_flops(), rel=0.05
-    )
+    width = 384
+    solutions = 3 * 10 * width**2 * (width // 3 + 2 * 64)  # which PyTorch does not count
+    config = RunConfig(model="", out="", repair=True, repairing=repairing)
+    work = Stages.of(found, replace(config, data=DataConfig(seq_len=64))).repair(HERE)
+    assert sum(work[:3]) - solutions == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 
 def test_checkpointing_adds_one_forward_of_the_student():

@@ -1,12 +1,19 @@
-"""SiLU(gate) * up under the mask. Oracle: the equations with every product written out in full."""
+"""SiLU or GELU of the gate * up under the mask. Oracle: the equations written out."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.activations import ACT2FN
 
 from dotmoe.method.masked import masked_activation
+from dotmoe.models.family import ACTIVATIONS, GELU, SILU
 
 SHAPE = T, N, E = 7, 12, 4
+FORMULAS = {
+    SILU: lambda x: x * torch.sigmoid(x),
+    GELU: lambda x: x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+}
+each = pytest.mark.parametrize("activation", FORMULAS, ids=lambda each: each.name)
 
 
 def inputs(dtype=torch.float64, shape=SHAPE, *, scale=1.0, device="cpu"):
@@ -23,16 +30,16 @@ def inputs(dtype=torch.float64, shape=SHAPE, *, scale=1.0, device="cpu"):
     return [tensor.to(device) for tensor in tensors]
 
 
-def written_out(gate, up, routing, assignment, plan):
+def written_out(gate, up, routing, assignment, plan, activation=SILU):
     """eq:moe_output with eq:assignment_ste: a T x N x E product, differentiated by autograd."""
     hard = F.one_hot(assignment, E).to(routing.dtype)
     straight_through = hard + plan - plan.detach()
-    return F.silu(gate) * up * torch.einsum("te,ne->tn", routing, straight_through)
+    return FORMULAS[activation](gate) * up * torch.einsum("te,ne->tn", routing, straight_through)
 
 
-def gradients(function, gate, up, routing, assignment, plan, weights):
+def gradients(function, gate, up, routing, assignment, plan, weights, activation=SILU):
     leaves = [t.clone().requires_grad_() for t in (gate, up, routing, plan)]
-    out = function(leaves[0], leaves[1], leaves[2], assignment, leaves[3])
+    out = function(leaves[0], leaves[1], leaves[2], assignment, leaves[3], activation)
     (out * weights).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -41,19 +48,24 @@ def in_float64(tensors):
     return [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
+@each
 @pytest.mark.parametrize("scale", [0.0, 1.0, 300.0])
-def test_output_and_gradients_are_those_of_the_written_out_straight_through_estimator(scale):
-    found = gradients(masked_activation, *inputs(scale=scale))
-    expected = gradients(written_out, *inputs(scale=scale))
+def test_output_and_gradients_are_those_of_the_written_out_straight_through_estimator(
+    scale, activation
+):
+    found = gradients(masked_activation, *inputs(scale=scale), activation)
+    expected = gradients(written_out, *inputs(scale=scale), activation)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_output_is_bit_equal_to_the_operations_one_by_one(dtype):
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_output_is_bit_equal_to_the_operations_one_by_one(dtype, name):
     gate, up, routing, assignment, plan, _ = inputs(dtype)
-    expected = F.silu(gate) * up * routing.to(dtype)[:, assignment]
-    assert torch.equal(masked_activation(gate, up, routing, assignment, plan), expected)
+    expected = ACT2FN[name](gate) * up * routing.to(dtype)[:, assignment]
+    found = masked_activation(gate, up, routing, assignment, plan, ACTIVATIONS[name])
+    assert torch.equal(found, expected)
 
 
 def test_bfloat16_activations_keep_their_dtype_and_float32_routing_its_gradient():

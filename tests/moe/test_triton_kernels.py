@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from test_masked_activation import gradients, in_float64, inputs
+from test_masked_activation import each, gradients, in_float64, inputs
 
 from dotmoe.method import masked, router, triton_kernels
 from dotmoe.method.masked import masked_activation
@@ -30,21 +30,23 @@ def device(request, monkeypatch):
     return torch.device("cpu")
 
 
+@each
 @pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
 @pytest.mark.parametrize("shape", [(1, 8, 2), (5, 1_030, 5), (3, 2_048, 16)])
-def test_the_masked_activation_is_that_of_float64(device, shape, scale):
+def test_the_masked_activation_is_that_of_float64(device, shape, scale, activation):
     tensors = inputs(torch.float32, shape, scale=scale, device=device)
-    found = gradients(masked_activation, *tensors)
-    expected = gradients(masked_activation, *in_float64(tensors))
+    found = gradients(masked_activation, *tensors, activation)
+    expected = gradients(masked_activation, *in_float64(tensors), activation)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-5 * max(1.0, scale) ** 3)
 
 
-def test_in_bfloat16_the_forward_rounds_as_the_dense_ffn_does(device, monkeypatch):
+@each
+def test_in_bfloat16_the_forward_rounds_as_the_dense_ffn_does(device, activation, monkeypatch):
     tensors = inputs(torch.bfloat16, (4, 1_100, 11), device=device)
-    found = gradients(masked_activation, *tensors)
+    found = gradients(masked_activation, *tensors, activation)
     monkeypatch.setattr(masked, "kernels_for", lambda tensor: None)
-    expected = gradients(masked_activation, *tensors)
+    expected = gradients(masked_activation, *tensors, activation)
     if device.type == "cuda":  # the interpreter cuts bits off where hardware rounds
         same = (found[0] == expected[0]).float().mean()
         assert same > 0.999  # two exponentials may differ in a bit

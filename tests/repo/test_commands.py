@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from dotmoe.cli import COMMANDS, commands, run
 from dotmoe.measure.inspection import InspectConfig, inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
+from dotmoe.models.load import LoadConfig
 from dotmoe.pipeline.compare import CompareConfig, points_of
 from dotmoe.run.config import RunConfig
 from runs import TINY_CONVERT, TINY_FINETUNE, words
@@ -128,8 +129,8 @@ def test_a_printed_command_is_taken_and_its_split_can_be_exported(arguments, con
     for config in conversions(config_of(arguments)):
         asked = config
         if not isinstance(config, InspectConfig):
-            asked = InspectConfig(model=config.model, experts=config.experts, device="cpu")
-        shape, asked = shape_of(config.model), replace(asked, device="cpu")
+            asked = InspectConfig(model=config.model, experts=config.experts)
+        shape, asked = shape_of(config.model), replace(asked, load=LoadConfig(device="cpu"))
         found = inspect_model(shape, asked, stored=torch.bfloat16, here=NO_MACHINE)
         assert not [said for said in found["warnings"] if said.startswith("Export refuses")]
 

@@ -35,10 +35,17 @@ _START, _MACHINE = ("recipe", "config"), ("dtype", "device")
 
 COMMANDS = {
     "quickstart": Command("Convert the bundled model on Python's standard library, in minutes."),
-    "inspect": Command("Show experts, parameters, memory, time and warnings before a conversion."),
+    "inspect": Command(
+        "Show what a conversion would give and cost: parameters, memory, time, disk, warnings.",
+        common=(
+            *("gpu", "gpus", "train", "finetune-steps", "json", *_SPLIT, "expert-size"),
+            *("steps", "repair", *_START, *_MACHINE),
+        ),
+        recipes="convert",
+    ),
     "convert": Command(
         "Turn a dense checkpoint into an MoE checkpoint.",
-        common=("data", *_SPLIT, *_START, *_MACHINE, "eval-text", "format", "method"),
+        common=("data", *_SPLIT, *_START, *_MACHINE, "time", "eval-text", "format", "method"),
         recipes="convert",
     ),
     "compare": Command(

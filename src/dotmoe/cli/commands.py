@@ -83,13 +83,16 @@ class Line(NamedTuple):
         if command.recipes:
             start, named, arguments = self._start(command.recipes)
             values = {field.name: getattr(start, field.name) for field in fields(start)}
-            if type(start) is not cls:  # a comparison, from the options of its runs
+            if self.name == "compare":  # from the options of its runs
                 values["method"] = "dot_moe"
+            if self.name == "inspect":
+                values["out"] = ""
             start = cls(**values)
             notes = _RECIPES[command.recipes]
         # Where options come first, they may have taken names: then what is named is left out first.
         typed = next((i for i, w in enumerate(arguments) if w[:1] == "-"), len(arguments))
-        lacking = range(2, -1, -1) if typed == 0 else [max(0, 2 - typed)]
+        most = 1 if self.name == "inspect" else 2
+        lacking = range(most, -1, -1) if typed == 0 else [max(0, most - typed)]
         wrong = list[UserError]()
         for number in sorted({min(each, len(named)) for each in lacking}, reverse=True):
             try:
@@ -147,6 +150,8 @@ class Line(NamedTuple):
             except DamagedError as error:
                 raise UserError(f"{error}. Name the config.json of a run.") from error
             config = from_values(type(config), values, str(chosen.config))
+            if isinstance(config, RunConfig):  # its repair is the one that the time allowed
+                config = replace(config, time=None)
         places = ("model" if command == "convert" else "run", "out")
         named = [name for place in places if (name := getattr(config, place))]
         return replace(config, **dict.fromkeys(places, tyro.MISSING)), named, rest

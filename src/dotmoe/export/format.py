@@ -22,7 +22,7 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
-from dotmoe.models.family import DenseModel, Multipliers
+from dotmoe.models.family import SILU, DenseModel, Multipliers
 
 BLOCKS = {name: (1, dtype.itemsize) for name, dtype in DTYPES.items()}
 BLOCKS |= {"Q8_0": (32, 34), "Q4_0": (32, 18)}
@@ -292,6 +292,7 @@ class Format(ABC):
             "multipliers": traits.multipliers != Multipliers(),
             "its own head_dim": traits.head_dim != usual_width,
             "partly rotated heads": traits.rotated != 1,
+            traits.activation: traits.activation != SILU.name,
             f"rope_type {rope}": rope not in self.rope_types,
             "experts made of heads": split.targets != "ffn",
             "a shared expert": split.shared_size,

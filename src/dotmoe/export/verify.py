@@ -23,7 +23,7 @@ from dotmoe.export.routers import MISROUTED, beyond, largest_share, misrouted_sh
 from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import input_hooks, neuron_mask, routed
-from dotmoe.models.family import TARGETS
+from dotmoe.models.family import SILU, TARGETS, Activation
 from dotmoe.models.on_disk import exported_on_disk, on_disk
 
 FOLDED = 2.0**-8
@@ -188,7 +188,8 @@ def _compare(
         mask_TN[:, layout.shared_neurons(layer).to(mask_TN.device)] = False
     if target.name == "ffn":
         names = [dense.family.ffn_tensor(layer, name) for name in ("gate", "up", "down")]
-        exact_TD = binary_gate_ffn(x_TD, mask_TN, weights(*names))
+        activation = dense.family.ffn(dense.family.layers(dense.model)[layer]).activation
+        exact_TD = binary_gate_ffn(x_TD, mask_TN, weights(*names), activation)
     else:
         names = [target.output_tensor(layer)]
         if dense.traits.output_bias:
@@ -208,10 +209,13 @@ def _compare(
 
 
 def binary_gate_ffn(
-    x_TD: Float[Tensor, "T D"], mask_TN: Bool[Tensor, "T N"], weights: Iterator[Tensor]
+    x_TD: Float[Tensor, "T D"],
+    mask_TN: Bool[Tensor, "T N"],
+    weights: Iterator[Tensor],
+    activation: Activation = SILU,
 ) -> Float[Tensor, "T D"]:
-    """(SiLU(x W_gate) * (x W_up) * mask) W_down; each weight is read when it is needed."""
-    hidden_TN = F.silu(F.linear(x_TD, next(weights)))
+    """(activation(x W_gate) * (x W_up) * mask) W_down; each weight is read when it is needed."""
+    hidden_TN = activation.apply(F.linear(x_TD, next(weights)))
     hidden_TN = hidden_TN * F.linear(x_TD, next(weights))
     return F.linear(hidden_TN * mask_TN, next(weights))
 

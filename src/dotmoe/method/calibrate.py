@@ -36,7 +36,7 @@ LAYERS_PER_DENSE = 12
 """Number of layers of which one at most is kept dense unasked: more would cost too much."""
 OUTLIER_TOKENS = 2048
 """Number of tokens on which layers are compared."""
-_ROUNDS = 10
+ROUNDS = 10
 """Rounds of the start from data; each updates the router and then the experts."""
 
 
@@ -194,8 +194,7 @@ def _energy(
 
 def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
     """H of eq:ffn_intermediate, in float32, for FFN inputs in the model's dtype."""
-    hidden: Tensor = F.silu(ffn.gate(x_TD)) * ffn.up(x_TD)
-    return hidden.float()
+    return ffn.hidden(x_TD).float()
 
 
 def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
@@ -244,7 +243,7 @@ def router_aware_start(
     def router() -> Tensor:
         return fitted(log_energy(expert_sums(share_TN, expert_N, split.num_experts)))
 
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)
         mask_TE = F.pad(mask_TE, (0, split.columns - split.num_experts), value=1)
         expert_N = harden(share_TN.T @ mask_TE, split.capacity, relative_tau=0.01)

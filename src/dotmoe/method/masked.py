@@ -16,7 +16,7 @@ from dotmoe.common.distributed import in_float32
 from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.method.router import Routing, kernels_for
-from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
+from dotmoe.models.family import SILU, TARGETS, Activation, DenseModel, GatedFFN
 
 
 @contextmanager
@@ -97,7 +97,9 @@ def masked_ffn(
         return dense(x)
     x_TD = x.reshape(-1, x.shape[-1])
     gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
-    masked_TN = masked_activation(gate_TN, up_TN, *masking.of_layer(index, x_TD))
+    masked_TN = masked_activation(
+        gate_TN, up_TN, *masking.of_layer(index, x_TD), projections.activation
+    )
     output: Tensor = projections.down(masked_TN).view(x.shape)
     return output
 
@@ -230,8 +232,9 @@ def masked_activation(
     routing_TE: Float[Tensor, "T E"],
     expert_of_neuron_N: Int[Tensor, " N"],
     plan_NE: Float[Tensor, "N F"] | None = None,
+    activation: Activation = SILU,
 ) -> Float[Tensor, "T N"]:
-    """H * (R M^T), H = SiLU(gate) * up, with straight-through gradients for R and M.
+    """H * (R M^T), H = activation(gate) * up, with straight-through gradients for R and M.
 
     These are eq:moe_output and eq:assignment_ste. With a hard M, R M^T is a gather,
     `R[:, expert_of_neuron]`. On CUDA one Triton kernel does all of it. The plan's values are not
@@ -242,7 +245,7 @@ def masked_activation(
         the plan receives G^T R, both accumulated in float32. H is recomputed from gate and up.
     """
     result: Tensor = _MaskedActivation.apply(  # type: ignore[no-untyped-call]
-        gate_TN, up_TN, routing_TE, expert_of_neuron_N, plan_NE
+        gate_TN, up_TN, routing_TE, expert_of_neuron_N, plan_NE, activation
     )
     return result
 
@@ -250,37 +253,44 @@ def masked_activation(
 class _MaskedActivation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, routing_TE: Tensor, expert_of: Tensor, plan: Any
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor,
+        routing_TE: Tensor,
+        expert_of: Tensor,
+        plan: Any,
+        activation: Activation,
     ) -> Tensor:
         routing = routing_TE.to(gate.dtype)
         ctx.save_for_backward(gate, up, routing, expert_of)
-        ctx.dtypes = routing_TE.dtype, None if plan is None else plan.dtype
+        ctx.dtypes, ctx.activation = (routing_TE.dtype, getattr(plan, "dtype", None)), activation
         if (kernels := kernels_for(gate)) is not None:
             kernel = kernels.masked_activation
-            (fused,) = kernels.over_neurons(kernel, 1, gate, up, routing, expert_of)
+            (fused,) = kernels.over_neurons(kernel, 1, activation, gate, up, routing, expert_of)
             return fused  # type: ignore[no-any-return]
-        return F.silu(gate).mul_(up).mul_(routing.index_select(1, expert_of))
+        return activation.apply(gate).mul_(up).mul_(routing.index_select(1, expert_of))
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, routing, expert_of = ctx.saved_tensors
         if (kernels := kernels_for(gate)) is not None:
             grad_gate, grad_up, grad_mask = kernels.over_neurons(
-                kernels.masked_activation_gradient, 3, grad_TN, gate, up, routing, expert_of
+                kernels.masked_activation_gradient,
+                *(3, ctx.activation, grad_TN, gate, up, routing, expert_of),
             )
         else:
-            silu = F.silu(gate)
-            grad_mask = (silu * up).mul_(grad_TN)
+            activated = ctx.activation.apply(gate)
+            grad_mask = (activated * up).mul_(grad_TN)
             grad_hidden = routing.index_select(1, expert_of).mul_(grad_TN)
-            grad_up = silu.mul_(grad_hidden)
-            grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
+            grad_up = activated.mul_(grad_hidden)
+            grad_gate = ctx.activation.backward(grad_hidden.mul_(up), gate)
         grad_routing = grad_plan = None
         routing_dtype, plan_dtype = ctx.dtypes
         if ctx.needs_input_grad[2]:
             grad_routing = sums_by_expert(grad_mask, expert_of, routing.shape[1]).to(routing_dtype)
         if ctx.needs_input_grad[4]:
             grad_plan = product_in_float32(grad_mask.T, routing).to(plan_dtype)
-        return grad_gate, grad_up, grad_routing, None, grad_plan
+        return grad_gate, grad_up, grad_routing, None, grad_plan, None
 
 
 def sums_by_expert(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: int) -> Tensor:

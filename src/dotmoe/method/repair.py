@@ -34,8 +34,8 @@ METRICS = "repair.json"
 """Metrics: the stage's, and each layer's beside its weights."""
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties to try, as shares of the mean diagonal of the Gram matrix."""
-_TOKENS_AN_INPUT, _HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
-_BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
+_TOKENS_AN_INPUT, HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
+BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
 """Training: tokens per step, peak learning rate as a share of a matrix's root mean square, and
 share of the steps that warm up."""
 
@@ -186,16 +186,16 @@ def train(
         for p in trained.values()
     ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    a_pass = math.ceil(num / _BATCH)
+    a_pass = math.ceil(num / BATCH)
     steps = a_pass * epochs
     rate = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     generator = torch.Generator().manual_seed(problem.layer)
     for step in range(steps):
         if step % a_pass == 0:
-            batches = torch.split(torch.randperm(num, generator=generator), _BATCH)
+            batches = torch.split(torch.randperm(num, generator=generator), BATCH)
         with problem.with_active_experts(ks[step % len(ks)]), torch.enable_grad():
-            loss = error(trained, batches[step % a_pass]) / _BATCH
+            loss = error(trained, batches[step % a_pass]) / BATCH
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
@@ -426,7 +426,7 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
         )
     tokens_BT = blocks.drawn(max(num_tokens, 2 * blocks.seq_len))
     rows = len(tokens_BT)
-    is_heldout = torch.arange(rows) % _HELD_OUT == min(rows, _HELD_OUT) - 1
+    is_heldout = torch.arange(rows) % HELD_OUT == min(rows, HELD_OUT) - 1
     return torch.cat([tokens_BT[~is_heldout], tokens_BT[is_heldout]]), int((~is_heldout).sum())
 
 

@@ -11,7 +11,7 @@ from dotmoe.common.distributed import full_tensor
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_activation
 from dotmoe.method.router import Routing
-from dotmoe.models.family import DenseModel, GatedFFN
+from dotmoe.models.family import SILU, Activation, DenseModel, GatedFFN
 
 
 class Router(nn.Module):
@@ -40,7 +40,7 @@ class SparseFFN(nn.Module):
         device = layout.router_LED.device if weights_on.type == "meta" else weights_on
         self.neurons_ES = nn.Buffer(layout.neurons_of_expert(layer).to(device), persistent=False)
         self.shared_M = nn.Buffer(layout.shared_neurons(layer).to(device), persistent=False)
-        self.routing = routing
+        self.routing, self.activation = routing, dense.activation
         self.router = Router(layout.router_LED[layer].to(device), routing)
         rows = [w.detach() for w in (dense.gate.weight, dense.up.weight, dense.down.weight.T)]
         self.gate_ESD, self.up_ESD, self.down_ESD = (
@@ -58,11 +58,12 @@ class SparseFFN(nn.Module):
         if self.routing.enabled:
             mask_TE, chosen_TK = self.routing.route(self.router(x_TD))
             fill_unknown(mask_TE, by_mean=self.routing.mean_if_unchosen)
-            output_TD = expert_sums(x_TD, mask_TE, chosen_TK, *experts)
+            output_TD = expert_sums(x_TD, mask_TE, chosen_TK, *experts, self.activation)
         else:
-            output_TD = _gated(x_TD, *(weight_ESD.flatten(0, 1) for weight_ESD in experts))
+            rows = (weight_ESD.flatten(0, 1) for weight_ESD in experts)
+            output_TD = _gated(self.activation, x_TD, *rows)
         if self.shared is not None:
-            output_TD = output_TD + _gated(x_TD, *self.shared)
+            output_TD = output_TD + _gated(self.activation, x_TD, *self.shared)
         return output_TD.view(x.shape)
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter | None]]:
@@ -113,9 +114,11 @@ def fill_unknown(mask_TE: Float[Tensor, "T E"], *, by_mean: bool) -> None:
     mask_TE.register_hook(fill)  # type: ignore[no-untyped-call]
 
 
-def _gated(x_TD: Tensor, gate_ND: Tensor, up_ND: Tensor, down_ND: Tensor) -> Tensor:
-    """(SiLU(x W_gate) * (x W_up)) W_down (eq:ffn_intermediate, eq:ffn_output)."""
-    return (F.silu(x_TD @ gate_ND.T) * (x_TD @ up_ND.T)) @ down_ND
+def _gated(
+    activation: Activation, x_TD: Tensor, gate_ND: Tensor, up_ND: Tensor, down_ND: Tensor
+) -> Tensor:
+    """(activation(x W_gate) * (x W_up)) W_down (eq:ffn_intermediate, eq:ffn_output)."""
+    return (activation.apply(x_TD @ gate_ND.T) * (x_TD @ up_ND.T)) @ down_ND
 
 
 def expert_sums(
@@ -125,6 +128,7 @@ def expert_sums(
     gate_ESD: Float[Tensor, "E S D"],
     up_ESD: Float[Tensor, "E S D"],
     down_ESD: Float[Tensor, "E S D"],
+    activation: Activation = SILU,
 ) -> Float[Tensor, "T D"]:
     """Sum of the chosen experts' outputs, each with weight exactly 1 (eq:moe_output).
 
@@ -141,7 +145,8 @@ def expert_sums(
     if whole_is_faster(x_TD.device, num_chosen / num_experts, gate_ESD.shape[1]):
         gate_ND, up_ND, down_ND = (w_ESD.flatten(0, 1) for w_ESD in (gate_ESD, up_ESD, down_ESD))
         expert_N = torch.arange(num_experts).repeat_interleave(gate_ESD.shape[1])
-        return masked_activation(x_TD @ gate_ND.T, x_TD @ up_ND.T, mask_TE, expert_N) @ down_ND
+        gate_TN, up_TN = x_TD @ gate_ND.T, x_TD @ up_ND.T
+        return masked_activation(gate_TN, up_TN, mask_TE, expert_N, None, activation) @ down_ND
     order_R = chosen_TK.flatten().argsort(stable=True)
     counts_E = torch.bincount(chosen_TK.flatten(), minlength=num_experts)
     x_RD = x_TD[order_R // num_chosen]
@@ -152,6 +157,7 @@ def expert_sums(
         _grouped(x_RD, up_ESD.transpose(1, 2), counts_E),
         mask_TE.gather(1, chosen_TK).flatten()[order_R].unsqueeze(1),
         one_S,
+        activation=activation,
     )
     output_RD = _grouped(hidden_RS, down_ESD, counts_E)
     # A gather and a sum instead of a scatter: the result has the same bits every time.

@@ -12,15 +12,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dotmoe.models.family import GELU, Activation
+
 _COLUMNS = 1_024
 """Neurons that one program handles."""
 
 
 @triton.jit
 def masked_activation(
-    gate, up, routing, expert_of, masked, num_neurons, num_experts, COLUMNS: tl.constexpr
+    gate,
+    up,
+    routing,
+    expert_of,
+    masked,
+    num_neurons,
+    num_experts,
+    IS_GELU: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """SiLU(gate) * up * R[:, expert_of_neuron] for `COLUMNS` neurons of a token.
+    """activation(gate) * up * R[:, expert_of_neuron] for `COLUMNS` neurons of a token.
 
     Values are rounded where PyTorch's operations would round them.
     """
@@ -32,14 +42,25 @@ def masked_activation(
     mask = tl.load(routing + token * num_experts + expert, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     # The teacher's FFN rounds here too, so student and teacher agree if all experts run.
-    silu = (x * tl.sigmoid(x)).to(masked.dtype.element_ty).to(tl.float32)
-    hidden = silu * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    # (1 + tanh(u)) / 2 is sigmoid(2 u), which makes tanh GELU a SiLU with another slope.
+    within = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x) if IS_GELU else x
+    activated = (x * tl.sigmoid(within)).to(masked.dtype.element_ty).to(tl.float32)
+    hidden = activated * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(masked + at, (hidden * mask).to(masked.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def masked_activation_gradient(
-    grad, gate, up, routing, expert_of, grads, num_neurons, num_experts, COLUMNS: tl.constexpr
+    grad,
+    gate,
+    up,
+    routing,
+    expert_of,
+    grads,
+    num_neurons,
+    num_experts,
+    IS_GELU: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Write to `grads`, in this order, the gradients of gate, up and mask entries; rounded once."""
     token = tl.program_id(0).to(tl.int64)
@@ -51,13 +72,18 @@ def masked_activation_gradient(
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(x)
-    silu = x * sigmoid
-    slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
+    if IS_GELU:
+        sigmoid = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        within = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        slope = sigmoid + x * (sigmoid * (1.0 - sigmoid) * within)
+    else:
+        sigmoid = tl.sigmoid(x)
+        slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
+    activated = x * sigmoid
     size, kind = tl.num_programs(0).to(tl.int64) * num_neurons, grads.dtype.element_ty
     tl.store(grads + at, (g * mask * y * slope).to(kind), mask=inside)
-    tl.store(grads + size + at, (g * mask * silu).to(kind), mask=inside)
-    tl.store(grads + 2 * size + at, (g * silu * y).to(kind), mask=inside)
+    tl.store(grads + size + at, (g * mask * activated).to(kind), mask=inside)
+    tl.store(grads + 2 * size + at, (g * activated * y).to(kind), mask=inside)
 
 
 @triton.jit
@@ -83,7 +109,9 @@ def _soft_top_k(
     tl.store(soft + at, tl.sigmoid(x - theta), mask=inside)
 
 
-def over_neurons(kernel: Any, num_results: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+def over_neurons(
+    kernel: Any, num_results: int, activation: Activation, *tensors: Tensor
+) -> tuple[Tensor, ...]:
     """Run `masked_activation` or its gradient kernel; each of the results is [T, N]."""
     (num_tokens, num_neurons), num_experts = tensors[0].shape, tensors[-2].shape[1]
     with torch.cuda.device(tensors[0].get_device()):
@@ -93,6 +121,7 @@ def over_neurons(kernel: Any, num_results: int, *tensors: Tensor) -> tuple[Tenso
             results,
             num_neurons,
             num_experts,
+            IS_GELU=activation is GELU,
             COLUMNS=_COLUMNS,
         )
     return results.unbind()

@@ -6,9 +6,10 @@ an FFN neuron one column of `down_proj`, a query head the columns of `o_proj` th
 
 import copy
 import os.path
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -38,6 +39,25 @@ class Multipliers(NamedTuple):
     logits_divisor: float = 1.0
 
 
+class Activation(NamedTuple):
+    """The function of a gate, elementwise, and its gradient."""
+
+    name: str
+    apply: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    """Maps dL/d(output) and the input to dL/d(input)."""
+
+
+SILU = Activation("SiLU", F.silu, torch.ops.aten.silu_backward)
+GELU = Activation(
+    "tanh GELU",
+    partial(F.gelu, approximate="tanh"),
+    partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+)
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU}
+"""Activation functions of gates, by their names in configs."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderTraits:
     """Features outside the FFN that an output architecture must be able to hold."""
@@ -55,6 +75,8 @@ class DecoderTraits:
     """Size of the attention window in tokens; None for full attention."""
     all_slide: bool = True
     """Whether all layers have the window, not some."""
+    activation: str = SILU.name
+    """Name of the FFNs' activation function."""
     rotated: float = 1.0
     """Share of each head that rotary embeddings rotate, above 0, at most 1."""
     multipliers: Multipliers = field(default_factory=Multipliers)
@@ -85,11 +107,16 @@ class Rows(NamedTuple):
 
 
 class GatedFFN(NamedTuple):
-    """Projections of one FFN: down(SiLU(gate(x)) * up(x)) (eq:ffn_intermediate, eq:ffn_output)."""
+    """One FFN, down(activation(gate(x)) * up(x)) (eq:ffn_intermediate, eq:ffn_output)."""
 
     gate: nn.Linear | Rows
     up: nn.Linear | Rows
     down: nn.Linear
+    activation: Activation = SILU
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """H of eq:ffn_intermediate: map [..., D] to [..., N]."""
+        return self.activation.apply(self.gate(x)) * self.up(x)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +129,9 @@ class Family:
 
     def unsupported(self, config: Any) -> str | None:
         """Why this config cannot be converted exactly (with the remedy), or None."""
-        if config.hidden_act not in ("silu", "swish"):
-            return f"hidden_act is {config.hidden_act!r}, not SiLU. Choose a SwiGLU model."
+        if (name := activation_name(config)) not in ACTIVATIONS:
+            known = "SiLU or tanh GELU. Choose a SwiGLU or GeGLU model"
+            return f"hidden_act is {name!r}, not {known}."
         if getattr(config, "mlp_bias", False):
             return "mlp_bias is true, but no stock MoE has it. Choose a model without it."
         return None
@@ -127,6 +155,7 @@ class Family:
             norms_after="input_layernorm.weight" not in shapes,
             sliding_window=window if "sliding_attention" in kinds else None,
             all_slide="full_attention" not in kinds,
+            activation=ACTIVATIONS[activation_name(config)].name,
             rotated=1.0 if frequencies is None else 2 * len(frequencies) / width,
             multipliers=Multipliers(
                 embedding=float(stated(config, "embedding_multiplier", 1.0)),
@@ -141,13 +170,15 @@ class Family:
         return cast(nn.ModuleList, model.get_submodule("model.layers"))
 
     def ffn(self, layer: nn.Module) -> GatedFFN:
-        """The three projections of one layer's FFN."""
+        """The three projections of one layer's FFN, and the activation function."""
         mlp: Any = layer.get_submodule("mlp")
+        activation = ACTIVATIONS[activation_name(mlp.config)]
         if "gate_up_proj" not in self.fused:
-            return GatedFFN(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            return GatedFFN(mlp.gate_proj, mlp.up_proj, mlp.down_proj, activation)
         width = mlp.down_proj.weight.shape[1]
         gate, up = slice(0, width), slice(width, 2 * width)
-        return GatedFFN(Rows(mlp.gate_up_proj, gate), Rows(mlp.gate_up_proj, up), mlp.down_proj)
+        fused = mlp.gate_up_proj
+        return GatedFFN(Rows(fused, gate), Rows(fused, up), mlp.down_proj, activation)
 
     def trunk(self, model: nn.Module) -> nn.Module:
         """The module from token ids to the hidden states that the head reads."""
@@ -196,6 +227,11 @@ FAMILIES["phi3"] = Family(model_type="phi3", fused=_FUSED)
 def stated(config: Any, key: str, default: Any = None) -> Any:
     """Value of a key that the config's class declares; keys of other classes are ignored."""
     return getattr(config, key) if hasattr(type(config), key) else default
+
+
+def activation_name(config: Any) -> str:
+    """Name of the activation function of a model's FFNs."""
+    return str(stated(config, "hidden_activation") or stated(config, "hidden_act"))
 
 
 def head_dim(config: Any) -> int:

@@ -31,6 +31,7 @@ from dotmoe.common.progress import Progress
 from dotmoe.export import export, export_dtype, require_exportable, settled_experts
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.measure.evaluate import perplexity
+from dotmoe.measure.inspection import chosen_in_time
 from dotmoe.measure.report.page import html_report
 from dotmoe.method.align import Alignment, align
 from dotmoe.method.calibrate import (
@@ -96,6 +97,8 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config).settled())
+            if config.time:
+                config = broadcast_from_rank_zero(lambda: _in_time(config, progress))
             run = _Run(config, config, config.align, progress)
             if run.start(work):
                 return run.conversion()
@@ -386,6 +389,16 @@ class _Run:
 
 
 # --- checks and numbers that are needed before any stage ---------------------------------------
+
+
+def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
+    """The config with the repair that `time` allows: the one that the run began with, if it has."""
+    folder = RunFolder(Path(config.out))
+    if folder.exists and (begun := folder.config(RunConfig)).time == config.time:
+        return replace(config, repairing=begun.repairing)
+    config, why = chosen_in_time(config)
+    (progress or Progress(quiet=True)).log(why)
+    return config
 
 
 def split_of(config: RunConfig, dense: DenseModel) -> Granularity:

@@ -49,6 +49,10 @@ class RunConfig:
     """After experts are chosen, fit each layer's output to the dense model's: refit W_down in
     closed form, then train all projections of the FFN (`--repair-epochs`)."""
     repairing: RepairConfig = field(default_factory=RepairConfig)
+    time: Annotated[str | None, HOW] = None
+    """Longest time that the conversion may take on this machine, as 30m, 2h or 1d: the repair that
+    loses least is chosen of those that fit by estimate (`dotmoe inspect` lists them), and recorded.
+    Not together with options of a repair."""
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
     load: LoadConfig = field(default_factory=LoadConfig)

@@ -237,7 +237,7 @@ def sampled_outputs(
     expert_P: Int[Tensor, " P"],
 ) -> Float[Tensor, "P D"]:
     """Output of one expert for each input: its part of the sum in eq:moe_output; float32, CPU."""
-    hidden_PN = F.silu(ffn.gate(x_PD)) * ffn.up(x_PD)
+    hidden_PN = ffn.hidden(x_PD)
     is_own_PN = (expert_of_neuron_N == expert_P[:, None]).to(hidden_PN.device)
     return F.linear(hidden_PN * is_own_PN, ffn.down.weight).float().cpu()
 

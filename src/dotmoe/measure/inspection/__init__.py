@@ -1,16 +1,19 @@
 """Estimates of what a conversion would give and cost, from the config alone."""
 
-from dataclasses import asdict, dataclass, field
+import math
+import re
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.common.distributed import resolved_device
+from dotmoe.common.distributed import num_ranks, resolved_device
 from dotmoe.common.errors import UserError
-from dotmoe.common.options import at_least, check
+from dotmoe.common.options import HOW, at_least, check
+from dotmoe.common.tables import in_time
 from dotmoe.export import settled_experts
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import format_for
@@ -23,54 +26,48 @@ from dotmoe.measure.inspection.planner import (
     dtype_name,
     measured_here,
     plan,
-    repair_flops,
 )
-from dotmoe.measure.inspection.sizes import (
-    Sizes,
-    Step,
-    calibration_memory,
-    disk,
-    exported_bytes,
-    repair_memory,
-)
-from dotmoe.method.align import AlignConfig
-from dotmoe.method.calibrate import CalibrateConfig
+from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
+from dotmoe.measure.inspection.stages import UNMEASURED, Stages
 from dotmoe.method.finetuning import FinetuneConfig
-from dotmoe.method.granularity import ExpertsConfig, Granularity, splits_of
+from dotmoe.method.granularity import Granularity, splits_of
 from dotmoe.method.repair import RepairConfig
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, family_of, meta_model
+from dotmoe.models.load import dense_config, resolved_dtype
+from dotmoe.run.config import RunConfig
+
+CHOICES = {
+    "": RepairConfig(),
+    "--repair-epochs 0": RepairConfig(repair_epochs=0),
+    "--repair-epochs 0 --repair-tokens 16384": RepairConfig(repair_epochs=0, repair_tokens=16_384),
+}
+"""Repairs to choose from, by their options; the first loses least and takes longest."""
+_HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InspectConfig:
-    """Options of an inspection: the model, its split, and the run to plan."""
+class InspectConfig(RunConfig):
+    """A conversion to plan, with the options of `dotmoe convert`, and the machines to plan for."""
 
-    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
-    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
-    task: Literal["align", "finetune"] = "align"
-    """The training to plan: the alignment, or the finetuning of its result."""
-    steps: Annotated[int, at_least(0)] | None = None
-    """Number of optimizer steps of the task; 0: none. Default: the paper's number, whereas `dotmoe
-    convert` takes none by default."""
-    batch_size: Annotated[int, at_least(1)] | None = None
-    """Sequences per step. Default: the paper's number."""
-    seq_len: Annotated[int, at_least(1)] = 2_048
-    """Tokens per sequence. Paper: 2,048 (tab:hyperparams_moefication)."""
+    command: ClassVar[str] = "inspect"
+
+    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW] = ""
+    """What `dotmoe convert` would write; not used."""
     train: Literal["everything", "router", "lora"] = "everything"
-    """What finetuning trains: all weights and the routers, only the routers, or low-rank adapters
-    on experts and attention together with the routers."""
-    device: str = "auto"
-    """Device to plan for and to measure: cpu, cuda, or auto (a GPU if there is one)."""
+    """What a finetuning of the result trains: all weights and the routers, only the routers, or
+    low-rank adapters on experts and attention together with the routers."""
+    finetune_steps: Annotated[int, at_least(1)] | None = None
+    """Number of optimizer steps of a finetuning of the result, to plan it for all machines.
+    Default: the paper's number, of which only the time is shown."""
+    finetune_batch_size: Annotated[int, at_least(1)] = FinetuneConfig().batch_size
+    """Sequences per step of that finetuning."""
     gpu: Literal[tuple(ACCELERATORS)] | None = None  # type: ignore[valid-type]
     """GPU type to plan for. Default: this machine, and every known type."""
     gpus: Annotated[int, at_least(1)] | None = None
     """GPUs per node. Default: 1 and 8."""
     nodes: Annotated[int, at_least(1)] = 1
     """Number of nodes with that many GPUs each, joined by InfiniBand."""
-    export_dtype: Literal["source", "float32", "bfloat16"] = "source"
-    """Dtype of the exported weights, as for convert; `source` keeps the checkpoint's."""
     json: bool = False
     """Print JSON instead of tables, with the items that each size is the sum of, and all ways to
     run that were compared."""
@@ -81,79 +78,137 @@ def inspect_model(
 ) -> dict[str, Any]:
     """Sizes, costs and warnings of converting a model of this Hugging Face config, as JSON values.
 
-    `stored` is the dtype of its checkpoint. `here` is this machine; None measures it (0.6 s, and as
-    long again in float32 if its dtype is another). Raises a `UserError` if the family is not
-    supported, the split does not fit the model, a size is out of range, or the device is absent.
+    `stored` is the dtype of its checkpoint. `here` is this machine; None measures it, in about a
+    second. Raises a `UserError` if the family is not supported, the split does not fit the model, a
+    size is out of range, or the device is absent.
     """
     check(options)
-    is_alignment, device = options.task == "align", resolved_device(options.device)
-    written = EXPORTED.get(stored, torch.bfloat16)
-    if options.export_dtype != "source":
-        written = getattr(torch, options.export_dtype)
-    model, family = meta_model(config), family_of(config)
-    dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
-    experts = settled_experts(options.experts, dense, "auto", written)
-    split = splits_of(experts, config.intermediate_size, config.num_attention_heads)
-    if not is_alignment and options.experts.targets != "ffn":
-        raise UserError(
-            f"task is finetune, but targets is {options.experts.targets}: experts made of heads "
-            "are repaired, not trained. Leave one of the two out."
-        )
-    form = _format_or_refusal(dense, split, written)
-    sizes = Sizes(config, split, stored=stored, written=written)
-    paper = AlignConfig() if is_alignment else FinetuneConfig()
-    steps = paper.steps if options.steps is None else options.steps
-    step = Step(
-        sizes=sizes,
-        batch_size=options.batch_size or paper.batch_size,
-        seq_len=min(options.seq_len, sizes.widths.context),
-        train="assignment" if is_alignment else options.train,
-    )
-    if here is None:
-        is_narrow = device.type != "cpu" and stored.itemsize == 2
-        here = measured_here(device, torch.bfloat16 if is_narrow else torch.float32)
-    in_float32 = here if here.dtype == "float32" else measured_here(device, torch.float32)
-    tokens, calibrated = steps * step.tokens, CalibrateConfig().tokens(sizes.widths.model)
-    repair = RepairConfig()
-    repaired = repair.tokens(split, config)
-    repairing = repair_flops(sizes, repaired, repair.repair_epochs)
-    repair_s = repairing / (in_float32.efficiency.products * in_float32.flops_per_s)
-    items = {
-        "calibration_memory": calibration_memory(sizes, calibrated, here.held),
-        "repair_memory": repair_memory(sizes, repaired, here.held),
-        "disk": disk(sizes, tokens + calibrated),
-        "exported": exported_bytes(sizes),
-    }
-    machines = [] if options.gpu else [(here, 1, 1)]
+    device = resolved_device(options.load.device)
+    dense, sizes, form = _sized(config, options, stored)
+    here, stages = here or _measured(device, options, stored), Stages.of(sizes, options)
+    trainings = _trainings(sizes, options)
+    machines: list[tuple[Accelerator, int, int]] = [] if options.gpu else [(here, 1, 1)]
     for name in [options.gpu] if options.gpu else ACCELERATORS:
         for gpus in [options.gpus] if options.gpus else (1, 8):
-            machines.append((ACCELERATORS[name], gpus, options.nodes))
+            machine = ACCELERATORS[name].computing_in(options.load.dtype)
+            machines.append((machine, gpus, options.nodes))
+    plans, conversions, choices = (list[dict[str, Any]]() for _ in range(3))
+    for machine, gpus, nodes in machines:
+        made = {
+            task: {"task": task, **plan(step, machine, gpus, nodes, tokens=tokens)}
+            for task, (step, tokens) in trainings.items()
+        }
+        plans += made.values()
+        align = made.get("align")
+        conversions.append(stages.on(machine, gpus, nodes, align))
+        if not choices and options.repair:  # on the first machine
+            for name, _, choice in stages.repaired(CHOICES):
+                taken = choice.on(machine, gpus, nodes, align)
+                choices.append({"command": f"convert MODEL OUT {name}", "hours": taken["hours"]})
+            if tuned := made.get("finetune"):
+                steps = trainings["finetune"][1] // trainings["finetune"][0].tokens
+                command = f"finetune OUT OUT2 --steps {steps}"
+                choices.append({"command": command, "hours": tuned["hours"]})
+    written = {row["stage"]: row["disk"] for row in conversions[0]["stages"] if row["disk"]}
+    there = {"dense checkpoint (unless it is there)": stored.itemsize * sizes.counts.dense_total}
+    items = {"disk": there | written, "exported": exported_bytes(sizes)}
     return {
         "origin": "estimated",
         "model_type": config.model_type,
         "widths": sizes.widths._asdict(),
         "stored_dtype": dtype_name(stored),
-        "written_dtype": dtype_name(written),
-        "granularity": asdict(split),
+        "written_dtype": dtype_name(sizes.written),
+        "granularity": asdict(sizes.split),
         "counts": asdict(sizes.counts),
         "run": {
-            "task": options.task,
-            "steps": steps,
-            "batch_size": step.batch_size,
-            "seq_len": step.seq_len,
-            "tokens": tokens,
-            "calibration_tokens": calibrated,
-            "repair_tokens": repaired,
+            "steps": {"align": options.align.steps, "finetune": options.finetune_steps or 0},
+            "tokens": {task: tokens for task, (_, tokens) in trainings.items()},
+            "calibration_tokens": stages.calibration_tokens,
+            "repair_tokens": stages.repair_tokens,
+            "repair_epochs": stages.repair_epochs,
             "device": str(device),
         },
         **items,
         **{f"{name}_total": sum(each.values()) for name, each in items.items()},
-        "repair_flops": repairing,
-        "here": asdict(here) | {"held": here.held, "hours_repair": repair_s / 3_600},
-        "plans": [plan(step, *machine, tokens=tokens) for machine in machines if tokens],
+        "here": asdict(here) | {"held": here.held},
+        "conversions": conversions,
+        "choices": choices,
+        "plans": plans,
+        "unmeasured": [*UNMEASURED],
         "warnings": _warnings(dense, sizes, options, form),
-        "limits": _limits(dense, split, form, dtype_name(written)),
+        "limits": _limits(dense, sizes.split, form, dtype_name(sizes.written)),
     }
+
+
+def chosen_in_time(config: RunConfig, here: Accelerator | None = None) -> tuple[RunConfig, str]:
+    """The config with the repair that loses least and fits into `config.time` here, and why.
+
+    Raises a `UserError` if `time` is no duration, none fits, or the repair is given as well.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", config.time or "")
+    if not match:
+        raise UserError(f"time is {config.time!r}, but it must be a duration, as 30m, 2h or 1d.")
+    if not config.repair or config.repairing != RepairConfig():
+        raise UserError(
+            f"time is {config.time}, which chooses the repair, but options of a repair are given "
+            "as well. Leave one of the two out."
+        )
+    model, folder = dense_config(config.model)
+    stored, device = stored_dtype(model, folder), resolved_device(config.load.device)
+    _, sizes, _ = _sized(model, config, stored)
+    here = here or _measured(device, config, stored)
+    stages, gpus = Stages.of(sizes, config), num_ranks()
+    training = _trainings(sizes, config).get("align")
+    align = None if training is None else plan(training[0], here, gpus, 1, tokens=training[1])
+    said = list[str]()
+    for name, how, choice in stages.repaired(CHOICES):
+        hours = choice.on(here, gpus, 1, align)["hours"] or math.inf
+        said.append(f"{name or 'the default repair'} about {in_time(hours)}")
+        if hours <= float(match[1]) * _HOURS[match[2]]:
+            text = f"time {config.time}: takes {', not '.join(reversed(said))}, by estimate"
+            return replace(config, repairing=how), text
+    raise UserError(
+        f"time is {config.time}, but no repair takes less here: {', '.join(said)}. Raise time, or "
+        "give --no-repair."
+    )
+
+
+def _sized(
+    config: Any, options: RunConfig, stored: torch.dtype
+) -> tuple[DenseModel, Sizes, TransformersFormat | str]:
+    """The described model, its sizes, and the format of its export or why none can hold it."""
+    written = EXPORTED.get(stored, torch.bfloat16)
+    if options.export.export_dtype != "source":
+        written = getattr(torch, options.export.export_dtype)
+    model, family = meta_model(config), family_of(config)
+    dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
+    experts = settled_experts(options.experts, dense, options.export.format, written)
+    split = splits_of(experts, config.intermediate_size, config.num_attention_heads)
+    sizes = Sizes(config, split, stored=stored, written=written)
+    return dense, sizes, _format_or_refusal(dense, split, options.export.format, written)
+
+
+def _measured(device: torch.device, options: RunConfig, stored: torch.dtype) -> Accelerator:
+    """This machine, in the dtype that a conversion computes in."""
+    dtype = resolved_dtype(options.load.dtype, device)
+    if dtype == "auto":
+        dtype = torch.bfloat16 if stored.itemsize == 2 else torch.float32
+    return measured_here(device, dtype)
+
+
+def _trainings(sizes: Sizes, options: RunConfig) -> dict[str, tuple[Step, int]]:
+    """A step of the alignment and of the finetuning, if any, and the tokens of all steps."""
+    trainings = {}
+    length, align = min(options.data.seq_len, sizes.widths.context), options.align
+    if align.steps:
+        step = Step(sizes=sizes, batch_size=align.batch_size, seq_len=length)
+        trainings["align"] = step, align.steps * step.tokens
+    if isinstance(options, InspectConfig) and not sizes.has_heads:
+        size, train = options.finetune_batch_size, options.train
+        step = Step(sizes=sizes, batch_size=size, seq_len=length, train=train)
+        steps = options.finetune_steps or FinetuneConfig().steps
+        trainings["finetune"] = step, steps * step.tokens
+    return trainings
 
 
 def stored_dtype(config: Any, folder: Path) -> torch.dtype:
@@ -179,11 +234,11 @@ def _warnings(
     sentences = {
         f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
         "bfloat16 (rounds the weights; assumed here) or float32 (twice the size).": (
-            options.export_dtype == "source" and sizes.stored not in EXPORTED
+            options.export.export_dtype == "source" and sizes.stored not in EXPORTED
         ),
         "float16 weights are exported as float32 (exact, twice the size), because float16 cannot "
         "hold the scaled routers; --export-dtype bfloat16 rounds the weights.": (
-            options.export_dtype == "source" and sizes.stored == torch.float16
+            options.export.export_dtype == "source" and sizes.stored == torch.float16
         ),
         f"Export refuses this: {form}": isinstance(form, str),
         "Only some attention heads run per token, which no server supports: the checkpoint runs "
@@ -211,11 +266,11 @@ def _limits(
 
 
 def _format_or_refusal(
-    dense: DenseModel, split: Granularity, written: torch.dtype
+    dense: DenseModel, split: Granularity, name: str, written: torch.dtype
 ) -> TransformersFormat | str:
     """The format of the export, or why none can hold this; raised if no layer is split."""
     try:
-        return FORMATS[format_for(dense, split, "auto", written).name]
+        return FORMATS[format_for(dense, split, name, written).name]
     except UserError as error:
         if split.first_dense_layers >= dense.widths.layers:
             raise

@@ -14,8 +14,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from dotmoe.common.distributed import memory_of
-from dotmoe.measure.inspection.sizes import FLOAT32, Sizes, Step, step_memory
-from dotmoe.method.repair import RIDGES
+from dotmoe.measure.inspection.sizes import FLOAT32, Step, step_memory
 
 ROUTED_PASSES = 3
 """Memory passes over an expert's input, for each of k: inputs are gathered, outputs summed."""
@@ -58,13 +57,16 @@ class Accelerator:
     """A machine to plan for: this one, measured, or a GPU type as its vendor describes it.
 
     Rates are those of matrix products in `dtype` (measured on large ones, or the dense tensor-core
-    peak) and of memory reads and writes. Link rates are for one direction: to the other GPUs of its
-    node (NVLink, or PCIe), and to other nodes (its share of the node's InfiniBand).
+    peak), in float32 and float64 (0: as in `dtype`), and of memory reads and writes. Link rates are
+    for one direction: to the other GPUs of its node (NVLink, or PCIe), and to other nodes (its
+    share of the node's InfiniBand).
     """
 
     name: str
     dtype: str = "bfloat16"
     flops_per_s: float
+    single_flops_per_s: float = 0
+    double_flops_per_s: float = 0
     bytes_per_s: float
     memory_bytes: int = 0
     link_bytes_per_s: float = 0
@@ -77,6 +79,12 @@ class Accelerator:
         """The share of its rates that a step reaches."""
         return ON_CPU if self.on_cpu else ON_GPU
 
+    def computing_in(self, dtype: str) -> "Accelerator":
+        """This machine as it computes in that dtype; `auto` and 16 bits: as it is."""
+        if dtype != "float32":
+            return self
+        return replace(self, dtype=dtype, flops_per_s=self.single_flops_per_s)
+
     @property
     def held(self) -> Literal[2, 4]:
         """Bytes of a dense weight in its memory."""
@@ -87,20 +95,23 @@ ACCELERATORS = {
     name: Accelerator(
         name=f"{name.upper()} {memory} GB",
         flops_per_s=tflops * 1e12,
+        single_flops_per_s=single * 1e12,
+        double_flops_per_s=double * 1e12,
         bytes_per_s=rate * 1e12,
         memory_bytes=memory * 10**9,
         link_bytes_per_s=link * 1e9,
         network_bytes_per_s=network * 1e9,
     )
-    for name, tflops, memory, rate, link, network in (
-        ("a100", 312, 80, 2.039, 300, 25),
-        ("h100", 989, 80, 3.35, 450, 50),
-        ("h200", 989, 141, 4.8, 450, 50),
-        ("b200", 2_250, 180, 8, 900, 50),
-        ("l40s", 362, 48, 0.864, 32, 25),
+    for name, tflops, single, double, memory, rate, link, network in (
+        ("a100", 312, 19.5, 19.5, 80, 2.039, 300, 25),
+        ("h100", 989, 67, 67, 80, 3.35, 450, 50),
+        ("h200", 989, 67, 67, 141, 4.8, 450, 50),
+        ("b200", 2_250, 75, 37, 180, 8, 900, 50),
+        ("l40s", 362, 91.6, 1.4, 48, 0.864, 32, 25),
     )
 }
-"""GPU types by vendors' data: bfloat16 TFLOP/s, memory in GB, its TB/s, link and network GB/s."""
+"""GPU types by vendors' data: TFLOP/s in bfloat16, float32 and float64; GB of memory, its TB/s, and
+GB/s of links and network."""
 
 
 def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Accelerator:
@@ -108,19 +119,22 @@ def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 
     on_cpu = device.type == "cpu"
     width, entries = (512, 1 << 24) if on_cpu else (8_192, 1 << 28)
     # Varied entries: a GPU multiplies constants faster than it would real data.
-    matrix = torch.linspace(-1, 1, width * width, device=device).view(width, width).to(dtype)
+    matrix = torch.linspace(-1, 1, width * width, device=device).view(width, width)
     source = torch.zeros(entries, device=device)
-    names = {"a": matrix, "x": source, "y": torch.empty_like(source)}
-    product_s, copy_s = (
+    names = {"a": matrix.to(dtype), "x": source, "y": torch.empty_like(source)}
+    names |= {"single": matrix, "double": matrix.double()}
+    product_s, single_s, double_s, copy_s = (
         Timer(statement, globals=names, num_threads=torch.get_num_threads())
         .blocked_autorange(min_run_time=seconds)
         .mean
-        for statement in ("a @ a", "y.copy_(x)")
+        for statement in ("a @ a", "single @ single", "double @ double", "y.copy_(x)")
     )
     return Accelerator(
         name="this CPU" if on_cpu else torch.cuda.get_device_name(device),
         dtype=dtype_name(dtype),
         flops_per_s=2 * width**3 / product_s,
+        single_flops_per_s=2 * width**3 / single_s,
+        double_flops_per_s=2 * width**3 / double_s,
         bytes_per_s=2 * source.nbytes / copy_s,
         memory_bytes=memory_of(device),
         on_cpu=on_cpu,
@@ -152,23 +166,6 @@ def products(step: Step) -> dict[str, int]:
         "head and loss": tokens * head,
         "backward": tokens * ((1 + trains_all) * linear + 2 * scores + again + plan),
     }
-
-
-def repair_flops(sizes: Sizes, tokens: int, epochs: int) -> int:
-    """FLOP of a repair on `tokens` tokens as if all were in float32; those in float64 count twice.
-
-    The dense stream goes through the layers once and the masked one twice. The Gram matrix and its
-    solutions have the size of a projection's inputs. A pass of training costs 7/3 forwards of the
-    FFN, whose input needs no gradient.
-    """
-    counts, width = sizes.counts, sizes.widths.model
-    streams = 3 * 2 * (counts.attention_and_norms + counts.ffn_total) * tokens
-    trained = (sizes.split.target == "ffn") * epochs * 14 * counts.ffn_total * tokens // 3
-    refitted: int = sum(
-        2 * tokens * n * (n + width) + (len(RIDGES) + 1) * n**2 * (n // 3 + 2 * width)
-        for n in sizes.repaired_inputs
-    )
-    return streams + trained + 2 * sizes.moe_layers * refitted
 
 
 def bytes_moved(step: Step, passes: Efficiency) -> dict[str, int]:

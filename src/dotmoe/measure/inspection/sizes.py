@@ -19,6 +19,8 @@ Items = Mapping[str, int]
 """Numbers of bytes, by what they hold."""
 
 FLOAT32 = 4
+STREAMS = "residual streams, and what a repair keeps beside them"
+"""The item of a stage's memory that is on the host if the model is on a GPU."""
 FFN_TENSORS_IN_BACKWARD = 5
 """Number of tensors as wide as the neurons that compute, while the gradient passes one FFN."""
 ROWS_IN_BACKWARD = 4
@@ -34,7 +36,7 @@ class Sizes:
     def __init__(
         self, config: Any, split: Granularity, *, stored: torch.dtype, written: torch.dtype
     ) -> None:
-        family = family_of(config)
+        family, self.config = family_of(config), config
         self.split, self.stored, self.written = split, stored, written
         self.widths, self.traits = widths_of(config), family.traits(meta_model(config))
         self.counts = counts = count_parameters(config, family, split)
@@ -48,6 +50,8 @@ class Sizes:
         self.affinities = self.moe_layers * self.affinities_of_a_layer
         self.repaired_inputs = [TARGETS[part.target].inputs(config) for part in parts_of(split)]
         """Numbers of inputs of the projections that a repair refits: W_down, W_O or both."""
+        self.repaired = self.moe_layers * self.widths.model * sum(self.repaired_inputs)
+        """Number of weights of these projections."""
         self.has_heads = split.targets != "ffn"
         # The last norm, of the model width, belongs to no layer.
         in_layers = counts.attention_and_norms - self.widths.model + counts.ffn_total
@@ -190,8 +194,9 @@ def calibration_memory(sizes: Sizes, tokens: int, held: int) -> Items:
     widths, at_once = sizes.widths, min(tokens, TOKENS_AT_ONCE)
     return {
         "dense weights": held * sizes.counts.dense_total,
-        # FFN inputs of one layer are held in float64, too.
-        "stream and FFN inputs": (2 * held + 2 * FLOAT32) * widths.model * tokens,
+        STREAMS: held * widths.model * tokens,
+        # Held in float64, too.
+        "FFN inputs of one layer": (held + 2 * FLOAT32) * widths.model * tokens,
         # And for the tokens at work the activations, their factors and their absolute values.
         "contributions of one layer": FLOAT32 * widths.ffn * (tokens + 4 * at_once),
         "affinities and routers": FLOAT32 * (sizes.affinities + sizes.counts.routers),
@@ -199,14 +204,34 @@ def calibration_memory(sizes: Sizes, tokens: int, held: int) -> Items:
 
 
 def repair_memory(sizes: Sizes, tokens: int, held: int) -> Items:
-    """Peak memory of a repair on `tokens` tokens; with a GPU, the host holds the second item."""
+    """Peak memory of a repair on `tokens` tokens."""
     widths = sizes.widths
     trained = 6 * FLOAT32 * 3 * widths.ffn * widths.model * (sizes.split.target == "ffn")
     matrices = 5 * 2 * FLOAT32 * max(sizes.repaired_inputs) ** 2
     return {
         "dense weights": held * sizes.counts.dense_total,
-        "both streams, FFN inputs and wanted outputs": 4 * held * widths.model * tokens,
+        STREAMS: 4 * held * widths.model * tokens,
         "matrices in float64, then one FFN's training": max(matrices, trained),
+    }
+
+
+def export_memory(sizes: Sizes, tokens: int, held: int) -> Items:
+    """Peak memory of an export that is verified on `tokens` tokens."""
+    widths = sizes.widths
+    return {
+        "dense weights": held * sizes.counts.dense_total,
+        "a layer or the head": FLOAT32
+        * max(2 * sizes.layer_parameters, widths.vocabulary * widths.model),
+        "logits": 5 * FLOAT32 * widths.vocabulary * tokens,
+    }
+
+
+def evaluation_memory(sizes: Sizes, held: int) -> Items:
+    """Weights in memory while perplexity is measured: the export runs beside the dense model."""
+    exported, written = sum(exported_bytes(sizes).values()), sizes.written.itemsize
+    return {
+        "dense weights": held * sizes.counts.dense_total,
+        "exported weights": held * (exported // written),
     }
 
 
@@ -225,18 +250,4 @@ def exported_bytes(sizes: Sizes) -> Items:
     return always | {
         "zero shared expert of the format": written * zeros,
         "router score biases": FLOAT32 * sizes.moe_layers * split.num_experts,
-    }
-
-
-def disk(sizes: Sizes, tokens: int) -> Items:
-    """Bytes on disk of a run that reads `tokens` tokens."""
-    trainables = sizes.affinities + sizes.counts.routers
-    units = sizes.widths.layers * sum(part.units for part in parts_of(sizes.split))
-    return {
-        "dense checkpoint (unless it is there)": sizes.stored.itemsize * sizes.counts.dense_total,
-        "packed tokens": 4 * tokens,
-        # A, routers and both moments; while a new one is written, the last one still exists.
-        "two alignment checkpoints": 2 * 3 * FLOAT32 * trainables,
-        "layout": FLOAT32 * (units + sizes.counts.routers),
-        "exported folder": sum(exported_bytes(sizes).values()),
     }

@@ -1,7 +1,6 @@
 """An inspection as tables for a terminal of 80 columns or more."""
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from dotmoe.common.files import Values
 from dotmoe.common.tables import Table, in_bytes, in_time, table_of, to_rich
@@ -10,13 +9,20 @@ from dotmoe.method.granularity import Granularity, parts_of
 
 def render(record: Values) -> RenderableType:
     """Render a record of `inspect_model`: the conversion, its cost, and warnings."""
-    before = [_model(record), counts_table(record["counts"]), _sizes(record)]
-    after = [_plans(record["run"], record["plans"])] if record["plans"] else []
+    tables = [_model(record), counts_table(record["counts"])]
+    first, *others = record["conversions"]
+    if first["origin"] != "measured":
+        tables += [_stages(record, each) for each in (first, *others)]
+    else:
+        tables += [_stages(record, first), _conversions(others)]
+    tables += [_choices(record)] if record["choices"] else []
+    for task in [task for task, steps in record["run"]["steps"].items() if steps]:
+        tables.append(_plans(record["run"], [p for p in record["plans"] if p["task"] == task]))
     rows = [["warning:", warning] for warning in record["warnings"]]
     rows += [["serving:", limit] for limit in record["limits"]]
-    if rows:
-        after.append(Table(columns=("", ""), rows=rows, words=2))
-    return Group(*map(to_rich, before), Text(_repair(record)), *map(to_rich, after))
+    rows += [["estimate:", said] for said in record["unmeasured"]]
+    tables.append(Table(columns=("", ""), rows=rows, words=2))
+    return Group(*map(to_rich, tables))
 
 
 def _model(record: Values) -> Table:
@@ -69,28 +75,56 @@ def counts_table(counts: Values, title: str = "") -> Table:
     )
 
 
-def _sizes(record: Values) -> Table:
-    names = {
-        "calibration_memory": "start from data",
-        "repair_memory": "repair",
-        "disk": "disk",
-        "exported": "  exported checkpoint",
-    }
-    title = f"memory and disk (estimated; weights in {record['here']['held']} bytes each)"
-    total = {"size": lambda key: in_bytes(record[f"{key}_total"])}
-    note = "--json lists the items of each size."
-    return table_of(names, {title: lambda key: names[key], **total}, note=note)
-
-
-def _repair(record: Values) -> str:
-    """The default recipe's repair on this machine."""
-    here, tokens = record["here"], record["run"]["repair_tokens"]
-    return (
-        f"on {here['name']}, {here['dtype']} (estimated; measured "
-        f"{here['flops_per_s'] / 1e12:,.3g} TFLOP/s, {here['bytes_per_s'] / 1e9:,.3g} GB/s):\n"
-        f"  default repair: {tokens:,} tokens, {record['repair_flops']:.2e} "
-        f"FLOP, mostly in float32: {in_time(here['hours_repair'])}\n"
+def _stages(record: Values, conversion: Values) -> Table:
+    """Memory, time and disk of each stage of the conversion on one machine."""
+    rows = [
+        [
+            row["stage"],
+            in_bytes(row["memory_total"]) + " (too much)" * (not row["fits"]),
+            _hours(row["hours"]),
+            in_bytes(row["disk"]),
+        ]
+        for row in conversion["stages"]
+    ]
+    total, run = in_bytes(record["disk_total"]), record["run"]
+    rows.append(["all, with the dense model", "", _hours(conversion["hours"]), total])
+    tokens = f"start {run['calibration_tokens']:,}, repair {run['repair_tokens']:,} tokens"
+    return Table(
+        title=f"dotmoe convert on {_machine(conversion)} (estimated; {tokens})",
+        columns=("stage", "memory", "time", "disk"),
+        rows=rows,
+        note="--json lists the items of each size.",
     )
+
+
+def _conversions(conversions: list[Values]) -> Table:
+    """Time of the longest stages, and of all, on each machine."""
+    names = {"start from data": "start", "alignment": "alignment", "repair": "repair"}
+    rows = []
+    for each in conversions:
+        hours = {row["stage"]: _hours(row["hours"]) for row in each["stages"]}
+        most = max(row["memory_total"] for row in each["stages"])
+        memory = in_bytes(most) if each["fits"] else "does not fit"
+        times = [hours.get(name, "-") for name in names]
+        rows.append([_machine(each), memory, *times, _hours(each["hours"])])
+    return Table(
+        title="dotmoe convert on other machines (estimated, never measured on a GPU)",
+        columns=("on", "memory", *names.values(), "all"),
+        rows=rows,
+    )
+
+
+def _choices(record: Values) -> Table:
+    """Repairs to choose from on the first machine, and a finetuning."""
+    return Table(
+        title=f"choices on {_machine(record['conversions'][0])}",
+        columns=("dotmoe", "time"),
+        rows=[[each["command"], _hours(each["hours"])] for each in record["choices"]],
+    )
+
+
+def _hours(hours: float | None) -> str:
+    return "-" if hours is None else in_time(hours)
 
 
 def _plans(run: Values, plans: list[Values]) -> Table:
@@ -106,10 +140,11 @@ def _plans(run: Values, plans: list[Values]) -> Table:
             needed = plan["gpus_needed"] if plan["origin"] != "measured" else None
             why = f"needs {needed} of them" if needed else "does not fit"
             rows.append([_machine(plan), why, *[""] * 5])
-    task = {"align": "alignment (optional)", "finetune": "finetuning"}[run["task"]]
+    task = plans[0]["task"]
+    name = {"align": "alignment", "finetune": "optional finetuning"}[task]
     return Table(
-        title=f"{task} of {run['tokens']:,} tokens (estimated; GPUs with weights in 2 bytes each, "
-        "at assumed shares of the rates that vendors quote, not measured)",
+        title=f"{name} of {run['tokens'][task]:,} tokens (estimated; GPUs with weights in 2 bytes "
+        "each, at assumed shares of the rates that vendors quote, not measured)",
         columns=("on", "weights", "at once", "memory", "tokens/s", "time", "GPU h"),
         rows=rows,
         note="--json lists all ways that were compared, with memory by item and time by part.",

@@ -72,7 +72,7 @@ def _markers(layer: Layer) -> Float[Tensor, "T N"]:
     """1 where a normalised activation is among the K_a largest of a token, else 0."""
     x_TD = F.normalize(layer.x_TD, dim=1)
     gate_ND, up_ND = (F.normalize(part.weight.float(), dim=1) for part in layer.ffn[:2])
-    hidden_TN = F.silu(x_TD @ gate_ND.T) * (x_TD @ up_ND.T)
+    hidden_TN = layer.ffn.activation.apply(x_TD @ gate_ND.T) * (x_TD @ up_ND.T)
     return top_k_mask(hidden_TN.abs(), min(MARKED, len(gate_ND)))
 
 

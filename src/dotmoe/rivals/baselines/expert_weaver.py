@@ -16,7 +16,6 @@ shared experts have the largest.
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dotmoe.method.calibrate import RidgeRouter
@@ -33,7 +32,8 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer into experts that always run, and experts that are clusters of profiles."""
     split = inputs.granularity
     for layer in inputs.layers():
-        gate_TN = F.silu(layer.ffn.gate(layer.x_TD.to(layer.ffn.gate.weight.dtype))).float()
+        ffn, dtype = layer.ffn, layer.ffn.gate.weight.dtype
+        gate_TN = ffn.activation.apply(ffn.gate(layer.x_TD.to(dtype))).float()
         texts_BTN = gate_TN.view(len(inputs.tokens_BT), -1, split.units)
         profile_NB = texts_BTN.mean(dim=1).T.contiguous()
         size_N = profile_NB.abs().mean(dim=1)

@@ -65,7 +65,7 @@ def disp_llm(inputs: PruneInputs) -> Pruned:
     masks = above(bound)
     for layer, reading, output, selected in _by_layer(dense, masks):
         reads, writes, ffn_reads, neurons, ffn_writes = selected
-        gate, up, down = dense.family.ffn(layer)
+        gate, up, down = dense.family.ffn(layer)[:3]
         for linear in reading:
             linear.weight.mul_(reads)
         for parameter in output.parameters():

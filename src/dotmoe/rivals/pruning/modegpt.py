@@ -41,7 +41,7 @@ def modegpt(inputs: PruneInputs) -> Pruned:
     for index, (neurons, features, rank) in enumerate(plan if removed else ()):
         with _moments(dense, index) as moments:
             stream.advance(index)
-        gate, up, down = dense.family.ffn(inputs.layers[index])
+        gate, up, down = dense.family.ffn(inputs.layers[index])[:3]
         kept_N = _largest(-damped_inverse(moments["activation"]).diagonal(), neurons)
         gate.weight.mul_(kept_N[:, None])
         up.weight.mul_(kept_N[:, None])

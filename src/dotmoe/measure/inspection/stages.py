@@ -1,0 +1,251 @@
+"""What each stage of a conversion costs, and the choices of a repair beside each other.
+
+The time of a stage is that of its matrix products, by dtype, of the bytes that its other operations
+move, and of what it reads from disk and tokenises. Only alignment and finetuning use more than one
+GPU. Passes and shares are those of `planner`; what is fitted or assumed is in `UNMEASURED`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from dotmoe.measure.inspection.planner import (
+    ADAM_BYTES,
+    ASSIGNMENT_BYTES,
+    USABLE_SHARE,
+    Accelerator,
+)
+from dotmoe.measure.inspection.sizes import (
+    FLOAT32,
+    STREAMS,
+    Items,
+    Sizes,
+    calibration_memory,
+    evaluation_memory,
+    export_memory,
+    exported_bytes,
+    repair_memory,
+)
+from dotmoe.method.calibrate import LAYERS_PER_DENSE, OUTLIER_TOKENS, ROUNDS
+from dotmoe.method.granularity import parts_of
+from dotmoe.method.repair import BATCH, HELD_OUT, RIDGES, RepairConfig
+from dotmoe.run.config import RunConfig
+
+TOKENS_PER_S = 200_000
+"""Tokens that one CPU thread tokenises in a second, measured with SmolLM2's tokenizer."""
+DISK_BYTES_PER_S = 10**9
+"""Bytes that a disk reads or writes in a second, assumed."""
+SOLVER_STEPS = 40
+"""Newton steps of a transport problem in the start from data, fitted."""
+ENERGY_PASSES = 40
+"""Passes over a layer's energies, [T, N] in float32, of all rounds of the start, fitted."""
+UNMEASURED = (
+    "Rates of GPUs are quoted from vendors, and the shares of them that are reached, assumed.",
+    "Disks are assumed to read and write 1 GB/s; downloads and sampled text are not included.",
+)
+
+
+class Work(NamedTuple):
+    """What a stage does on one device: FLOP of products by dtype, bytes moved, and on disk."""
+
+    held: int = 0
+    """FLOP in the dtype of the weights in memory."""
+    single: int = 0
+    double: int = 0
+    moved: int = 0
+    """Bytes that all but products read and write in memory."""
+    disk: int = 0
+    tokens: int = 0
+    """Number of tokens that are tokenised."""
+
+    def hours(self, machine: Accelerator) -> float:
+        """Hours on one device of this machine."""
+        share = machine.efficiency
+        products = (
+            self.held / machine.flops_per_s
+            + self.single / (machine.single_flops_per_s or machine.flops_per_s)
+            + self.double / (machine.double_flops_per_s or machine.flops_per_s)
+        )
+        moved = self.moved / (share.moved * machine.bytes_per_s)
+        rest = self.disk / DISK_BYTES_PER_S + self.tokens / TOKENS_PER_S
+        return (products / share.products + moved + rest) / 3_600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """The numbers of a conversion that decide what its stages cost; 0 tokens: no such stage."""
+
+    sizes: Sizes
+    calibration_tokens: int
+    repair_tokens: int
+    repair_epochs: int
+    training_tokens: int
+    """Tokens of all alignment steps."""
+    eval_tokens: int
+    verify_tokens: int
+    scale_tokens: int
+    seq_len: int
+    compares_layers: bool
+    """Whether the number of leading dense layers is measured."""
+
+    @classmethod
+    def of(cls, sizes: Sizes, config: RunConfig) -> "Stages":
+        """The stages of a conversion with this config."""
+        at_random = config.method == "dot_moe" and config.calibrate.start == "random"
+        seq_len = min(config.data.seq_len, sizes.widths.context)
+        return cls(
+            sizes=sizes,
+            calibration_tokens=0 if at_random else config.calibrate.tokens(sizes.widths.model),
+            repair_tokens=config.repair * config.repairing.tokens(sizes.split, sizes.config),
+            repair_epochs=config.repairing.repair_epochs,
+            training_tokens=config.align.steps * config.align.batch_size * seq_len,
+            eval_tokens=config.eval_tokens,
+            verify_tokens=config.export.verify_tokens,
+            scale_tokens=config.export.scale_tokens,
+            seq_len=seq_len,
+            compares_layers=config.experts.first_dense_layers is None
+            and sizes.widths.layers >= LAYERS_PER_DENSE,
+        )
+
+    def repaired(
+        self, choices: Mapping[str, RepairConfig]
+    ) -> Iterator[tuple[str, RepairConfig, "Stages"]]:
+        """The same conversion with each of these repairs on at most the default's tokens."""
+        most = RepairConfig().tokens(self.sizes.split, self.sizes.config)
+        for name, how in choices.items():
+            tokens = how.tokens(self.sizes.split, self.sizes.config)
+            if how.repair_tokens is None or tokens < most:
+                epochs = how.repair_epochs
+                yield name, how, replace(self, repair_tokens=tokens, repair_epochs=epochs)
+
+    @property
+    def read(self) -> int:
+        """Number of tokens of text that are kept, held-out ones included."""
+        trained = max(self.training_tokens, self.calibration_tokens, self.repair_tokens)
+        return trained + self.eval_tokens
+
+    def on(
+        self, machine: Accelerator, gpus: int, nodes: int, align: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Hours, memory and disk of each stage on a machine; `align` is the plan of an alignment.
+
+        `fits` is whether the device has the memory.
+        """
+        rows: list[dict[str, Any]] = [
+            {
+                "stage": name,
+                "hours": work.hours(machine),
+                "memory": items,
+                "memory_total": sum(items.values())
+                - (0 if machine.on_cpu else items.get(STREAMS, 0)),
+                "disk": written,
+            }
+            for name, work, items, written in self._all(machine)
+        ]
+        if align is not None:
+            way = align["recommended"] or align["choices"][-1]
+            trainables = self.sizes.affinities + self.sizes.counts.routers
+            row = {"stage": "alignment", "hours": align["hours"], "disk": 6 * FLOAT32 * trainables}
+            row |= {"memory": way["memory"], "memory_total": way["memory_total"]}
+            rows.insert(1 + (self.calibration_tokens > 0), row)
+        for row in rows:
+            row["fits"] = row["memory_total"] <= USABLE_SHARE * machine.memory_bytes
+        hours = [row["hours"] for row in rows]
+        return {
+            "gpu": machine.name,
+            "gpus": gpus,
+            "nodes": nodes,
+            "origin": machine.origin,
+            "stages": rows,
+            "hours": None if None in hours else sum(hours),
+            "fits": all(row["fits"] for row in rows),
+        }
+
+    def forward(self, machine: Accelerator, tokens: int) -> Work:
+        """A forward pass of the decoder layers of the dense model."""
+        counts, share, widths = self.sizes.counts, machine.efficiency, self.sizes.widths
+        passes = share.width * widths.model + share.neurons * widths.ffn
+        scores = 4 * self.seq_len * self.sizes.queries * widths.layers
+        return Work(
+            held=(2 * (counts.attention_and_norms + counts.ffn_total) + scores) * tokens,
+            moved=machine.held * widths.layers * passes * tokens,
+        )
+
+    def calibrate(self, machine: Accelerator) -> Work:
+        """The start from data: one stream; energies, ridge routers and transport of each layer."""
+        split, widths = self.sizes.split, self.sizes.widths
+        tokens, width, experts = self.calibration_tokens, widths.model, split.num_experts
+        stream = self.forward(machine, tokens + OUTLIER_TOKENS * self.compares_layers)
+        units, layers, routers = split.units, widths.layers, ROUNDS + 1
+        a_router = (4 * tokens + 2 * width) * width * experts
+        single = ROUNDS * 2 * tokens * experts * (width + units)
+        double = 2 * tokens * width**2 + width**3 // 3 + routers * a_router
+        solver = ROUNDS * SOLVER_STEPS * ASSIGNMENT_BYTES * units * split.columns
+        return stream._replace(
+            held=stream.held + 4 * layers * units * width * tokens,
+            single=layers * single,
+            double=layers * double,
+            moved=stream.moved + layers * (ENERGY_PASSES * FLOAT32 * tokens * units + solver),
+        )
+
+    def repair(self, machine: Accelerator) -> Work:
+        """Three streams; Gram matrices and their solutions; training and its held-out errors.
+
+        A pass of training costs 7/3 forwards of the FFN, whose input needs no gradient.
+        """
+        sizes, width, tokens = self.sizes, self.sizes.widths.model, self.repair_tokens
+        is_ffn, counts = sizes.split.target == "ffn", sizes.counts
+        stream, tried = self.forward(machine, 3 * tokens), len(RIDGES)
+        grams = sum(2 * n * (n + width) * tokens for n in sizes.repaired_inputs)
+        solutions = sum(
+            (tried + 1) * n**2 * (n // 3 + 2 * width) + tried * 2 * n**2 * width
+            for n in sizes.repaired_inputs
+        )
+        trained = is_ffn * self.repair_epochs * tokens * (HELD_OUT - 1) // HELD_OUT
+        a_pass = 14 * counts.ffn_total // 3
+        heldout = 3 * 2 * counts.ffn_total * tokens // HELD_OUT * (trained > 0)
+        passes = machine.efficiency.neurons * sizes.widths.ffn * sizes.moe_layers * FLOAT32
+        return stream._replace(
+            single=sizes.moe_layers * grams + a_pass * trained + heldout,
+            double=sizes.moe_layers * solutions,
+            moved=stream.moved + trained * (3 * passes + ADAM_BYTES * counts.ffn_total // BATCH),
+        )
+
+    def export(self, machine: Accelerator) -> Work:
+        """Writing and reading the export, and its verification in float32."""
+        written = sum(exported_bytes(self.sizes).values())
+        read = self.sizes.stored.itemsize * self.sizes.counts.dense_total
+        forwards = self.forward(machine, 2 * self.scale_tokens + 4 * self.verify_tokens)
+        head = 2 * self.sizes.widths.model * self.sizes.widths.vocabulary * 4 * self.verify_tokens
+        return Work(
+            single=forwards.held + head, moved=2 * forwards.moved, disk=3 * written + 4 * read
+        )
+
+    def evaluate(self, machine: Accelerator) -> Work:
+        """Perplexity of dense model and export and, before a repair, of the masked model."""
+        models = 2 + (self.repair_tokens > 0)
+        forwards = self.forward(machine, models * self.eval_tokens)
+        logits, share = self.sizes.widths.vocabulary * models * self.eval_tokens, machine.efficiency
+        return forwards._replace(
+            held=forwards.held + 2 * self.sizes.widths.model * logits,
+            moved=forwards.moved + share.vocabulary // 4 * machine.held * logits,
+            disk=sum(exported_bytes(self.sizes).values()),
+        )
+
+    def _all(self, machine: Accelerator) -> Iterator[tuple[str, Work, Items, int]]:
+        """Name, work on one device, memory and bytes written of each stage but the alignment."""
+        sizes, held = self.sizes, machine.held
+        trainables = sizes.affinities + sizes.counts.routers
+        yield "tokenise", Work(tokens=self.read), {}, FLOAT32 * self.read
+        if self.calibration_tokens:
+            memory = calibration_memory(sizes, self.calibration_tokens, held)
+            yield "start from data", self.calibrate(machine), memory, FLOAT32 * trainables
+        units = sizes.widths.layers * sum(part.units for part in parts_of(sizes.split))
+        yield "extraction", Work(), {}, FLOAT32 * (units + sizes.counts.routers)
+        if self.repair_tokens:
+            memory, weights = repair_memory(sizes, self.repair_tokens, held), sizes.repaired
+            written = sizes.stored.itemsize * weights * (3 if self.repair_epochs else 1)
+            yield "repair", self.repair(machine), memory, written
+        memory = export_memory(sizes, self.verify_tokens, held)
+        yield "export", self.export(machine), memory, sum(exported_bytes(sizes).values())
+        yield "evaluation", self.evaluate(machine), evaluation_memory(sizes, held), 0
