@@ -19,17 +19,18 @@ import tyro
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dotmoe.measure.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, mask_cost, time_methods
+from dotmoe.measure.analyse.overhead import OF_ASSIGNMENT, Clock, mask_cost
 from dotmoe.measure.inspection.planner import Accelerator, products, seconds
 from dotmoe.measure.inspection.sizes import Sizes, step_memory
 from dotmoe.measure.inspection.sizes import Step as PlannedStep
 from dotmoe.method.align import AlignConfig, Alignment
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState, AssignmentConfig
-from dotmoe.method.masked import masked, recomputing
+from dotmoe.method.masked import masked
 from dotmoe.models.family import DenseModel
+from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
-from dotmoe.training.loop import adamw, parameters_of
+from dotmoe.training.loop import adamw, parameters_of, watching_ranges
 from random_models import (
     QWEN25_7B,
     ROUTER_LOGIT_STD,
@@ -202,17 +203,15 @@ class Step:
             seed=seed,
         )
         self.clock = Clock(dense.device)
-        time_methods(self.task, OF_TASK, self.clock)
-        time_methods(self.task.parts[0], OF_ASSIGNMENT, self.clock)
         self.optimizer = adamw(self.task)
         self.parameters = [*parameters_of(self.optimizer).values()]
         self.steps = 0
 
     def taken(self, *, checkpointing: bool = False) -> dict[str, float]:
         """Seconds of each part of one step, and of the whole step as `step`."""
-        masks = masked(self.dense, self.task.routings)
+        masks = masked(self.dense, self.task.maskings)
         saved = recomputing(self.dense, checkpointing)
-        with masks, saved, self.clock.part("step"):
+        with masks, saved, watching_ranges(self.clock.part), self.clock.part("step"):
             self.task.accumulate_gradients(self.steps)
             with self.clock.part("optimizer"):
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
@@ -224,7 +223,7 @@ class Step:
     def straight_through(self) -> float:
         """Seconds that routing, masks and their estimators add to the FFNs of a step."""
         passes = self.dense.widths.layers * self.config.batch_size // self.config.micro_batch_size
-        with masked(self.dense, self.task.routings):
+        with masked(self.dense, self.task.maskings):
             return passes * sum(mask_cost(self.task, self.clock))
 
     def peak_bytes(self, *, checkpointing: bool = False) -> int:
@@ -310,7 +309,7 @@ def summary(record: dict[str, Any], subject: Subject) -> dict[str, Any]:
     plain, again, dense_s = ([one["step"] for one in rounds[n]] for n in (*NAMES, "dense training"))
     here, parts = medians(rounds["rates"]), medians(rounds["alignment"])
     step_s, tokens = parts.pop("step"), subject.batch * subject.seq_len
-    of_assignment = sum(parts[name] for name in OF_ASSIGNMENT.values())
+    of_assignment = sum(parts[name] for name in OF_ASSIGNMENT)
     bounds = [unavoidable / one["matmul_flops_per_s"] for one in rounds["rates"]]
     found = {
         "tokens": tokens,

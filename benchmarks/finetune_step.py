@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dotmoe.measure.analyse.overhead import Clock
 from dotmoe.method import sparse
 from dotmoe.method.masked import masked, maskings_of
-from dotmoe.method.router import Routing
+from dotmoe.method.router import Routing, router_losses
 from random_models import Shape, random_dense, random_layout, random_tokens
 from rounds import in_turns, keep, ratio
 
@@ -53,9 +53,10 @@ class TrainingStep:
         self.changed, routers = ExitStack(), list[Tensor]()
         if form != "dense":
             layout = random_layout(shape, settings.experts, active_experts, seed)
-            self.routing = masking = replace(maskings_of(dense, layout)[0], surrogate="soft_top_k")
+            self.routing = Routing(active_experts=active_experts, surrogate="soft_top_k")
+            masking = replace(maskings_of(dense, layout)[0], routing=self.routing)
             if form == "sparse":
-                sparse.make_sparse(dense, layout, masking)
+                sparse.make_sparse(dense, layout, self.routing)
             else:
                 routers = [nn.Parameter(layout.router_LED.to(device))]
                 masking.router_LED = routers[0]
@@ -68,12 +69,11 @@ class TrainingStep:
 
     def loss(self) -> Tensor:
         """Next-token cross-entropy plus the router losses."""
-        if self.routing is not None:
-            self.routing.losses = []
-        loss: Tensor = self.model(
-            input_ids=self.tokens_BT, labels=self.tokens_BT, use_cache=False
-        ).loss
-        return loss if self.routing is None else loss + sum(self.routing.pop_losses())
+        with router_losses() as losses:
+            loss: Tensor = self.model(
+                input_ids=self.tokens_BT, labels=self.tokens_BT, use_cache=False
+            ).loss
+        return loss if self.routing is None else loss + sum(losses().values())
 
     def flops(self) -> int:
         """FLOPs of forward and backward."""

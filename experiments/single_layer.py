@@ -25,9 +25,11 @@ from dotmoe.common.files import write_json
 from dotmoe.method.align import Alignment
 from dotmoe.method.calibrate import block_inputs, calibrate
 from dotmoe.method.layout import ExpertLayout, extract
-from dotmoe.method.masked import input_hooks, masked, masked_by
+from dotmoe.method.masked import masked, masked_by
 from dotmoe.method.objective import Taught
+from dotmoe.method.router import dense_only, router_losses
 from dotmoe.models.family import DenseModel
+from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import LoadConfig, load_dense
 from dotmoe.rivals.baselines import (
     METHODS,
@@ -78,20 +80,17 @@ class LayerByLayer(Alignment):
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
         """Sum over layers of the relative squared error, plus z-loss and balance loss."""
-        (routing,) = self.routings
-        routing.losses = []
         modules, total = self.dense.family.layers(self.dense.model), torch.zeros(())
-        for index, x_BTD in self.inputs.items():
-            ffn: Any = modules[index].get_submodule("mlp")
-            self._route(False)
-            with torch.no_grad():
-                target = ffn(x_BTD)
-            self._route(True)
-            error = (ffn(x_BTD) - target).float().square().mean()
-            total = total + error / target.float().square().mean()
-        z, balance = routing.pop_losses()
-        loss = total + self.config.z_loss_weight * z + self.config.balance_weight * balance
-        return {"loss": loss, "kl": total, "ce": total, "z": z, "balance": balance}
+        with router_losses() as routers:
+            for index, x_BTD in self.inputs.items():
+                ffn: Any = modules[index].get_submodule("mlp")
+                with dense_only(), torch.no_grad():
+                    target = ffn(x_BTD)
+                error = (ffn(x_BTD) - target).float().square().mean()
+                total = total + error / target.float().square().mean()
+        of_routers, weights = routers(), self.config.router_weights
+        loss = total + sum(weights[name] * value for name, value in of_routers.items())
+        return {"loss": loss, "kl": total, "ce": total, **of_routers}
 
 
 def main() -> None:
@@ -135,7 +134,7 @@ def main() -> None:
             seed=settings.seed,
         )
         task.layers = layers
-        with masked(dense, task.routings):
+        with masked(dense, task.maskings):
             train(task, settings.out, on_step=_say)
         after = extract(task.learned(), split, config.assignment)
         methods["dot_moe"] = list(errors(lambda: masked_by(dense, after)))

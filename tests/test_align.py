@@ -57,7 +57,7 @@ def alignment(dense, blocks, config=CONFIG, *, kind=Alignment, split=None, **ass
 def gradients(dense, blocks, config=CONFIG, **options):
     """Metrics of a first step, and the gradients of affinities and routers."""
     task = alignment(dense, blocks, config, tau_start=0.5, **options)
-    with masked(dense, task.routings):
+    with masked(dense, task.maskings):
         metrics = task.accumulate_gradients(0)
     return metrics, task.parts[0].affinity_LNE.grad, task.parts[0].router_LED.grad
 
@@ -267,7 +267,7 @@ def test_routers_in_the_models_dtype_route_as_plain_bfloat16_does(tiny_dense, bl
     dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="bfloat16"))
     task = alignment(dense, blocks, replace(CONFIG, router_dtype="model"))
     (part,) = task.parts
-    with masked(dense, task.routings):
+    with masked(dense, task.maskings):
         task.accumulate_gradients(0)
         task.begin(0)
     assert part.router_LED.dtype == part.router_LED.grad.dtype == torch.bfloat16

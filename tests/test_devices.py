@@ -50,7 +50,7 @@ def aligned(device, dense, blocks, *, start, solver, split=SPLIT):
     config, assignment = AlignConfig(**STEP), AssignmentConfig(solver=solver)
     state = calibrate(dense, blocks, split, CalibrateConfig(start=start), seed=0)
     task = Alignment(dense, blocks, state, split, config, assignment, seed=0)
-    with masked(dense, task.routings):
+    with masked(dense, task.maskings):
         metrics, learned = stepped(task)
     layout = extract(task.learned(), split, assignment)
     return metrics, [*learned, layout.expert_of_neuron_LN, layout.router_LED]

@@ -26,8 +26,9 @@ from dotmoe.method.align import AlignConfig, Alignment
 from dotmoe.method.calibrate import CalibrateConfig, calibrate
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AssignmentConfig
-from dotmoe.method.masked import masked, recomputing
+from dotmoe.method.masked import masked
 from dotmoe.models.checkpoint import Tensors
+from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import LoadConfig, load_dense
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import TrainingConfig, train
@@ -76,7 +77,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
     config, blocks = CalibrateConfig(calibration_tokens=240), random_blocks()
     start = calibrate(dense, blocks, split_of(dense), config, seed=0)
     first = new_task(dense, start)
-    with masked(dense, first.routings), recomputing(dense, recompute):
+    with masked(dense, first.maskings), recomputing(dense, recompute):
         first.accumulate_gradients(0)
     task, metrics = new_task(dense, start), {}
 
@@ -85,7 +86,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
         if step == stop_after:
             raise StoppedError
 
-    with suppress(StoppedError), masked(dense, task.routings), recomputing(dense, recompute):
+    with suppress(StoppedError), masked(dense, task.maskings), recomputing(dense, recompute):
         train(task, Path(folder), TrainingConfig(checkpoint_every=4), on_step)
     return {
         "start": (start.affinity_LNE, start.router_LED),

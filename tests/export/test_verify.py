@@ -12,8 +12,7 @@ from dotmoe.common.errors import VerificationError
 from dotmoe.export import ExportConfig, ExportRecord, GgufConfig, export, routers
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.format import Conversion
-from dotmoe.export.verify import binary_gate_ffn, problems, sample_tokens
-from dotmoe.method.masked import neuron_mask
+from dotmoe.export.verify import binary_gate_ffn, neuron_mask, problems, sample_tokens
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.load import describe_dense
 

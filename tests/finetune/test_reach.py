@@ -29,7 +29,7 @@ def stepped(request, dense_of, new_student, tiny_dense, blocks):
             state.router_LED.mul_(20)
             config = AlignConfig(**SMALL | options)
             task = Alignment(dense, blocks, state, SPLIT, config, AssignmentConfig(), seed=0)
-            context = masked(dense, task.routings)
+            context = masked(dense, task.maskings)
         else:
             config = FinetuneConfig(**SMALL | options)
             student = new_student(tiny_dense("llama"), config)

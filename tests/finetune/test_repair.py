@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,10 +117,17 @@ def test_a_refit_that_held_out_rows_do_not_gain_from_is_zero():
     for sign in (1, -1):
         sides[sign] = NormalEquations(6, 4, torch.device("cpu"))
         sides[sign].add(hidden_TN, sign * missing_TD, torch.ones(50))
-    change, found = refit(sides[1], sides[-1], whole=True)
-    assert (float(change.abs().max()), found) == (0.0, {"ridge": None, "heldout_error": 1.0})
-    change, found = refit(sides[1], sides[1], whole=False)
-    assert found["heldout_error"] < 1 < 1 + float(change.abs().max())
+    output = torch.nn.Linear(6, 4)
+    plain = output.weight.detach().double()
+    posed = {
+        sign: SimpleNamespace(fitted=sides[1], heldout=sides[sign], output=output) for sign in sides
+    }
+    weight_DN, found = refit(posed[-1], whole=True)
+    assert torch.equal(weight_DN, plain)
+    assert found == {"ridge": None, "heldout_error": 1.0}
+    weight_DN, found = refit(posed[1], whole=False)
+    assert found["heldout_error"] < 1
+    assert not torch.equal(weight_DN, plain)
 
 
 def test_training_that_held_out_rows_do_not_gain_from_is_dropped(

@@ -14,6 +14,7 @@ from dotmoe.method.align import AlignConfig
 from dotmoe.method.granularity import ExpertsConfig, resolve
 from dotmoe.method.masked import Masking, masked_ffn
 from dotmoe.method.repair import RepairConfig
+from dotmoe.method.router import Routing
 from dotmoe.models.family import family_of
 from dotmoe.models.load import LoadConfig
 from dotmoe.text.sources import DataConfig
@@ -92,9 +93,8 @@ def masked_model(config, dtype, num_experts):
     masking = Masking(
         expert_of_neuron_LN=(torch.arange(neurons) % num_experts).repeat(layers, 1),
         router_LED=torch.nn.Parameter(torch.randn(layers, num_experts, config.hidden_size)),
-        active_experts=num_experts // 4,
         plan_LNE=torch.rand(layers, neurons, num_experts).requires_grad_(),
-        surrogate="soft_top_k",
+        routing=Routing(active_experts=num_experts // 4, surrogate="soft_top_k"),
     )
     for index, layer in enumerate(family.layers(model)):
         ffn = layer.mlp

@@ -10,8 +10,9 @@ from dotmoe.measure.inspection.sizes import exported_bytes, kept_per_token, step
 from dotmoe.method.align import AlignConfig, Alignment
 from dotmoe.method.granularity import ExpertsConfig, resolve
 from dotmoe.method.layout import AlignState, AssignmentConfig
-from dotmoe.method.masked import masked, recomputing
+from dotmoe.method.masked import masked
 from dotmoe.models.family import meta_model
+from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import LoadConfig, load_dense
 from dotmoe.text.blocks import TokenBlocks
 
@@ -69,7 +70,7 @@ def one_step(dense, *, checkpointing):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    with masked(dense, task.routings), recomputing(dense, checkpointing):
+    with masked(dense, task.maskings), recomputing(dense, checkpointing):
         take(0)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             take(1)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from dotmoe.export.format import Gating
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.masked import input_hooks, masked_by
+from dotmoe.method.masked import masked_by
 from dotmoe.method.router import router_logits
 from dotmoe.models.family import TARGETS, DenseModel
+from dotmoe.models.hooks import input_hooks
 
 LOG2_SCALED_STD = -10.7
 """Target of log2(std(logits) 2^-p)."""

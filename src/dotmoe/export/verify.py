@@ -6,7 +6,7 @@ which every language model has, are counted and left out of the metrics of a blo
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from dotmoe.common.files import read_json
 from dotmoe.export.format import Conversion, Format
 from dotmoe.export.routers import MISROUTED, beyond, largest_share, misrouted_share, outliers_in
 from dotmoe.method.granularity import parts_of
-from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.masked import input_hooks, neuron_mask, routed
-from dotmoe.models.family import SILU, TARGETS, Activation
+from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.models.family import SILU, TARGETS, Activation, DenseModel
+from dotmoe.models.hooks import input_hooks
 from dotmoe.models.on_disk import exported_on_disk, on_disk
 
 FOLDED = 2.0**-8
@@ -245,3 +245,28 @@ def sample_tokens(tokens_BT: Int[Tensor, "B T"], limit: int, context: int) -> Te
         raise UserError("No tokens are left for verification. Give more text.")
     length = min(tokens_BT.shape[1], context, limit)
     return tokens_BT[: max(1, limit // length), :length]
+
+
+def routed(
+    dense: DenseModel, layout: ExpertLayout, chosen: Mapping[int, Int[Tensor, "T K"]]
+) -> AbstractContextManager[None]:
+    """Within this context, each split layer of the layout's target runs the experts `chosen`."""
+    target, layers = TARGETS[layout.target], dense.family.layers(dense.model)
+
+    def mask(layer: int, hidden: Tensor) -> Tensor:
+        runs_TN = neuron_mask(chosen[layer].to(hidden.device), layout, layer)
+        return hidden * target.of_columns(runs_TN, dense.config).view_as(hidden)
+
+    return input_hooks({i: target.output(layers[i]) for i in layout.moe_layers}, mask)
+
+
+def neuron_mask(
+    chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
+) -> Bool[Tensor, "T N"]:
+    """Which units of a layer run for each token: R M^T as booleans (eq:moe_output)."""
+    # The last two columns of R stand for dropped neurons and for neurons that are always on.
+    shape = (len(chosen_TK), layout.num_experts + 2)
+    runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
+    runs_TE.scatter_(1, chosen_TK, True)
+    runs_TE[:, ALWAYS_ON] = True
+    return runs_TE[:, layout.expert_of_neuron_LN[layer].to(chosen_TK.device)]

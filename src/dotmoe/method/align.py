@@ -1,6 +1,5 @@
 """STAGE align: learn affinities and routers under frozen dense weights."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -22,13 +21,21 @@ from dotmoe.common.distributed import (
 from dotmoe.common.options import at_least
 from dotmoe.method.granularity import Granularity, joined, parts_of
 from dotmoe.method.layout import AlignState, AssignmentConfig
-from dotmoe.method.masked import Masking, masked, recomputing
+from dotmoe.method.masked import Masking, masked
 from dotmoe.method.objective import Objective, ObjectiveConfig, require_trainable
+from dotmoe.method.router import Routing
 from dotmoe.method.transport import TransportPlan, greedy_assignment
 from dotmoe.models.family import DenseModel
+from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.folder import OnStep
-from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
+from dotmoe.training.loop import (
+    DEFAULT_TRAINING,
+    ParameterGroup,
+    TrainingConfig,
+    named_range,
+    train,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +80,14 @@ class LearnedAssignment:
         self.plan_LNE: Tensor | None = None
         """Stand-in for the plan of all layers, used only to collect its gradient."""
         self.masking = Masking(
-            active_experts=split.active_experts,
+            routing=Routing(
+                active_experts=split.active_experts,
+                surrogate=config.surrogate,
+                surrogate_temperature=config.surrogate_temperature,
+                own_dtype=is_native,
+            ),
             expert_of_neuron_LN=torch.full(affinity_LNE.shape[:2], -1, device=dense.device),
             router_LED=(),
-            surrogate=config.surrogate,
-            surrogate_temperature=config.surrogate_temperature,
-            own_dtype=is_native,
             fixed=(1.0,) * (split.columns - split.num_experts),
             first_layer=first,
             target=split.target,
@@ -98,6 +107,7 @@ class LearnedAssignment:
             for name, (parameter, rate) in learned.items()
         ]
 
+    @named_range("assignment solve")
     def plan(self, tau: float) -> TransportPlan:
         """Solve the soft plan of this rank's layers."""
         start_lE, affinity_lNE = local_part(self.potential_LE) / tau, local_part(self.affinity_LNE)
@@ -105,6 +115,7 @@ class LearnedAssignment:
         self.potential_LE = self._divided(plan.potential.detach().double() * tau)
         return plan
 
+    @named_range("rounding")
     def rounded(self, plan: TransportPlan) -> Int[Tensor, "L N"]:
         """Hard assignment of all layers, the same on every rank."""
         return full_tensor(self._divided(greedy_assignment(plan.plan, capacity=self.capacity)))
@@ -150,6 +161,7 @@ class LearnedAssignment:
         """Release the plans of a step."""
         self.solved = self.plan_LNE = self.masking.plan_LNE = None
 
+    @named_range("assignment gradient")
     def backward_plan(self, gradient_LNE: Tensor) -> None:
         """Sum the plan's gradient over ranks and propagate it to this rank's affinities."""
         assert self.solved is not None
@@ -186,7 +198,6 @@ class Alignment(Objective):
     """
 
     config: AlignConfig
-    routings: Sequence[Masking]
 
     def __init__(
         self,
@@ -206,7 +217,8 @@ class Alignment(Objective):
         ]
         """One per target; names of a second target start with `attention_`."""
         self.tau = assignment.tau
-        super().__init__(dense, [part.masking for part in self.parts], blocks, config, seed=seed)
+        self.maskings = [part.masking for part in self.parts]
+        super().__init__(dense, blocks, config, seed=seed)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Routers, and affinities where the assignment is learned."""
@@ -253,6 +265,6 @@ def align(
     """
     dense, config = task.dense, task.config
     raise_on_all_ranks(lambda: require_trainable(next(dense.model.parameters()).dtype))
-    with masked(dense, task.routings), recomputing(dense, config.activation_checkpointing):
+    with masked(dense, task.maskings), recomputing(dense, config.activation_checkpointing):
         train(task, folder, training, on_step)
     return task.learned()

@@ -17,10 +17,11 @@ from dotmoe.common.options import above, at_least
 from dotmoe.common.progress import Update, no_update
 from dotmoe.method.granularity import Granularity, joined, parts_of
 from dotmoe.method.layout import AlignState
-from dotmoe.method.masked import input_hooks, sums_by_expert
+from dotmoe.method.masked import sums_by_expert
 from dotmoe.method.router import router_logits, top_k_mask
 from dotmoe.method.transport import Capacity, balanced_plan, greedy_assignment
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, GatedFFN, Stream
+from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import whole_weights
 from dotmoe.text.blocks import TokenBlocks
 

@@ -26,7 +26,6 @@ from dotmoe.common.distributed import (
 from dotmoe.common.files import save_tensors, write_json
 from dotmoe.common.options import above, at_least, between
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.masked import recomputing
 from dotmoe.method.objective import (
     Objective,
     ObjectiveConfig,
@@ -39,6 +38,7 @@ from dotmoe.method.router import Routing
 from dotmoe.method.sparse import SparseFFN, make_sparse
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
+from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import (
     LoadConfig,
     describe_dense,
@@ -232,7 +232,7 @@ class Finetuning(Objective):
         *,
         seed: int,
     ) -> None:
-        super().__init__(student.dense, [student.routing], blocks, config, seed=seed)
+        super().__init__(student.dense, blocks, config, seed=seed)
         self.model, self.own_teacher = student, teacher
 
     def parameter_groups(self) -> list[ParameterGroup]:

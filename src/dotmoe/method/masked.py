@@ -1,68 +1,29 @@
 """The training-time form of an MoE layer: dense units under the mask R M^T (eq:moe_output)."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dotmoe.common.distributed import in_float32
 from dotmoe.method.granularity import parts_of
-from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.method.router import Routing, kernels_for
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.router import Routing, is_dense, kernels_for
 from dotmoe.models.family import SILU, TARGETS, Activation, DenseModel, GatedFFN
-
-
-@contextmanager
-def input_hooks(
-    modules: Mapping[int, nn.Module], look: Callable[[int, Tensor], Tensor | None]
-) -> Iterator[None]:
-    """Within this context, `look` gets each module's number and input and may replace the input."""
-
-    def before_forward(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        replaced = look(number, args[0] if args else kwargs["hidden_states"])
-        return None if replaced is None else ((replaced, *args[1:]), kwargs)
-
-    with ExitStack() as hooks:
-        for number, module in modules.items():
-            hook = partial(before_forward, number)
-            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
-        yield
-
-
-@contextmanager
-def computing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Within this context, each module runs the given function in place of its `forward`."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            module.forward = forward
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del module.forward  # uncovers the class's
-            else:
-                module.forward = own
-
-
-def recomputing(dense: DenseModel, enabled: bool = True) -> AbstractContextManager[None]:
-    """Within this context, layers keep only their input and recompute the rest, if `enabled`."""
-    layers = list(dense.family.layers(dense.model)) if enabled else []
-    return computing(
-        {layer: partial(checkpoint, layer.forward, use_reentrant=False) for layer in layers}
-    )
+from dotmoe.models.hooks import computing, input_hooks
 
 
 @dataclass(kw_only=True)
-class Masking(Routing):
+class Masking:
     """The state that all masked layers of one target read; tensors cover only the split layers."""
+
+    routing: Routing
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
     """Hard assignment M as expert numbers; numbers from E on are columns of `fixed`."""
@@ -79,7 +40,7 @@ class Masking(Routing):
 
     def of_layer(self, index: int, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """R (with the columns of `fixed`), assignment and plan of split layer number `index`."""
-        mask_TE, _ = self.route(self.logits(x_TD, self.router_LED[index]))
+        mask_TE, _ = self.routing.route(self.routing.logits(x_TD, self.router_LED[index]))
         for value in self.fixed:
             mask_TE = F.pad(mask_TE, (0, 1), value=value)
         plan_NE = None if self.plan_LNE is None else self.plan_LNE[index]
@@ -91,9 +52,9 @@ def masked_ffn(
 ) -> Tensor:
     """Map [..., D] to [..., D]: (H * (R M^T)) W_down, so only k experts' neurons contribute.
 
-    If masking is off, `dense` computes the output. `index` counts the split layers.
+    Within `dense_only`, `dense` computes the output. `index` counts the split layers.
     """
-    if not masking.enabled:
+    if is_dense():
         return dense(x)
     x_TD = x.reshape(-1, x.shape[-1])
     gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
@@ -116,7 +77,7 @@ def masked_attention(
 
     This is eq:moe_output with the concatenated outputs of the heads as H (sec:attention_moe).
     """
-    if not masking.enabled:
+    if is_dense():
         return dense(hidden_states=hidden_states, **kwargs)
     units_TN = unit_mask(*masking.of_layer(index, hidden_states.flatten(0, -2)))
 
@@ -164,7 +125,7 @@ def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
     """One `Masking` for each target of a layout, on the device of the model."""
     return [
         Masking(
-            active_experts=part.active_experts,
+            routing=Routing(active_experts=part.active_experts),
             expert_of_neuron_LN=part.expert_of_neuron_LN[part.moe_layers.start :].to(dense.device)
             % (part.num_experts + 2),
             router_LED=part.router_LED[part.moe_layers.start :].to(dense.device, torch.float32),
@@ -174,56 +135,6 @@ def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
         )
         for part in parts_of(layout)
     ]
-
-
-def routed(
-    dense: DenseModel, layout: ExpertLayout, chosen: Mapping[int, Int[Tensor, "T K"]]
-) -> AbstractContextManager[None]:
-    """Within this context, each split layer of the layout's target runs the experts `chosen`."""
-    target, layers = TARGETS[layout.target], dense.family.layers(dense.model)
-
-    def mask(layer: int, hidden: Tensor) -> Tensor:
-        runs_TN = neuron_mask(chosen[layer].to(hidden.device), layout, layer)
-        return hidden * target.of_columns(runs_TN, dense.config).view_as(hidden)
-
-    return input_hooks({i: target.output(layers[i]) for i in layout.moe_layers}, mask)
-
-
-@contextmanager
-def gated(
-    dense: DenseModel,
-    experts: Mapping[int, Int[Tensor, " N"]],
-    gate: Callable[[int, Tensor, Tensor], Tensor],
-) -> Iterator[None]:
-    """Within this context, each neuron is multiplied by its expert's gate, and no router runs.
-
-    `experts` maps each split layer to the experts of its neurons. `gate` takes a layer's number,
-    the input [T, D] of its FFN and the hidden activations [T, N], and returns the gates, [T, E].
-    """
-    layers, inputs = dense.family.layers(dense.model), dict[int, Tensor]()
-
-    def weigh(layer: int, hidden: Tensor) -> Tensor:
-        gate_TE = gate(layer, inputs[layer].flatten(0, -2), hidden.flatten(0, -2)).to(hidden.dtype)
-        # The last column stands for the neurons that are always on.
-        gate_TN = F.pad(gate_TE, (0, 1), value=1.0)[:, experts[layer].to(hidden.device)]
-        return hidden * gate_TN.view_as(hidden)
-
-    ffns = {layer: TARGETS["ffn"].block(layers[layer]) for layer in experts}
-    downs = {layer: TARGETS["ffn"].output(layers[layer]) for layer in experts}
-    with input_hooks(ffns, inputs.__setitem__), input_hooks(downs, weigh):
-        yield
-
-
-def neuron_mask(
-    chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
-) -> Bool[Tensor, "T N"]:
-    """Which units of a layer run for each token: R M^T as booleans (eq:moe_output)."""
-    # The last two columns of R stand for dropped neurons and for neurons that are always on.
-    shape = (len(chosen_TK), layout.num_experts + 2)
-    runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
-    runs_TE.scatter_(1, chosen_TK, True)
-    runs_TE[:, ALWAYS_ON] = True
-    return runs_TE[:, layout.expert_of_neuron_LN[layer].to(chosen_TK.device)]
 
 
 def masked_activation(

@@ -1,7 +1,6 @@
 """The objective of alignment and finetuning: batch, micro-batches, teacher, losses, gradients."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,11 +13,11 @@ from dotmoe.common.distributed import full_tensor, num_ranks, rank, sum_over_ran
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import HOW, above, at_least, between
 from dotmoe.method.masked import product_in_float32
-from dotmoe.method.router import Routing, Surrogate
+from dotmoe.method.router import Surrogate, dense_only, router_losses
 from dotmoe.models.family import DenseModel
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.folder import Metrics
-from dotmoe.training.loop import Schedule
+from dotmoe.training.loop import Schedule, named_range
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +80,11 @@ class ObjectiveConfig:
     """Recompute each layer in the backward pass: less memory, about a third more time."""
 
     @property
+    def router_weights(self) -> dict[str, float]:
+        """Weights of the router losses, by the names of `ROUTER_LOSSES`."""
+        return {"z": self.z_loss_weight, "balance": self.balance_weight}
+
+    @property
     def router_rate(self) -> float:
         """Peak learning rate of the routers."""
         return self.lr if self.lr_router is None else self.lr_router
@@ -117,20 +121,19 @@ def require_trainable(dtype: torch.dtype) -> None:
 class Objective:
     """The task that the training loop runs: the gradient of eq:total_loss over a batch.
 
-    `dense` is the model that is trained, or whose frozen weights the student uses; `routings` set
-    how each target routes. A subclass defines the student by `begin`, `end` and `teacher`.
+    `dense` is the model that is trained, or whose frozen weights the student uses. A subclass
+    defines the student by `begin`, `end` and `teacher`.
     """
 
     def __init__(
         self,
         dense: DenseModel,
-        routings: Sequence[Routing],
         blocks: TokenBlocks,
         config: ObjectiveConfig,
         *,
         seed: int,
     ) -> None:
-        self.dense, self.routings, self.blocks = dense, routings, blocks
+        self.dense, self.blocks = dense, blocks
         self.config, self.seed = config, seed
         self.schedule = config.schedule(blocks.num_blocks)
         if self.schedule.steps < config.steps:
@@ -179,54 +182,39 @@ class Objective:
         """
         if not self.config.kl_weight:
             return None
-        self._route(False)
-        with torch.no_grad():
-            hidden_TD = hidden_states(self.dense, tokens_BT)
-        self._route(True)
-        return hidden_TD, None
+        with named_range("dense forward"), dense_only(), torch.no_grad():
+            return hidden_states(self.dense, tokens_BT), None
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
-        """eq:total_loss of a micro-batch (`loss`) and its terms; z and balance sum over targets."""
+        """eq:total_loss of a micro-batch (`loss`) and its terms; router losses sum over targets."""
         config = self.config
-        for routing in self.routings:
-            routing.losses = []
-        distilled, kl, ce = self.distil(self.hidden(tokens_BT), taught, tokens_BT)
-        router_losses = (routing.pop_losses() for routing in self.routings)
-        z, balance = (torch.stack(each).sum() for each in zip(*router_losses, strict=True))
-        total = distilled + config.z_loss_weight * z + config.balance_weight * balance
-        return {"loss": total, "kl": kl, "ce": ce, "z": z, "balance": balance}
-
-    def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """The student's final hidden states, [T, D]; the head's matrix maps them to logits."""
-        return hidden_states(self.dense, tokens_BT)
-
-    def distil(self, hidden_TD: Tensor, taught: Taught | None, tokens_BT: Tensor) -> Losses:
-        """KL to the teacher, if there is one, and cross-entropy; see `distillation_loss`."""
-        return distillation_loss(
-            hidden_TD,
-            taught,
-            head_of(self.dense),
-            next_token_labels(tokens_BT),
-            kl_weight=0.0 if taught is None else self.config.kl_weight,
-            ce_weight=self.config.ce_weight,
-        )
+        with named_range("student forward"), router_losses() as routers:
+            hidden_TD = hidden_states(self.dense, tokens_BT)
+        with named_range("head and losses"):
+            total, kl, ce = distillation_loss(
+                hidden_TD,
+                taught,
+                head_of(self.dense),
+                next_token_labels(tokens_BT),
+                kl_weight=0.0 if taught is None else config.kl_weight,
+                ce_weight=config.ce_weight,
+            )
+        of_routers = routers()
+        for name, loss in of_routers.items():
+            total = total + config.router_weights[name] * loss
+        return {"loss": total, "kl": kl, "ce": ce, **of_routers}
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
         """Run the backward pass of a micro-batch; `is_last` marks the last one of the step."""
-        torch.autograd.backward(loss)
+        with named_range("backward"):
+            torch.autograd.backward(loss)
 
     def state(self) -> dict[str, Tensor]:
         """Tensors that a resumed run needs in addition to the trained parameters."""
         return {}
 
     def forget_step(self) -> None:
-        """Release the activations of a forward pass that was interrupted."""
-        for routing in self.routings:
-            routing.losses = None
-
-    def _route(self, enabled: bool) -> None:
-        for routing in self.routings:
-            routing.enabled = enabled
+        """Release what a step that was interrupted has left."""
 
 
 def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:

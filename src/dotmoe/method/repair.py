@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,9 +23,10 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.method.finetuning import CHANGES, LAYOUT
 from dotmoe.method.granularity import Granularity, parts_of
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.masked import Masking, input_hooks, masked, maskings_of
+from dotmoe.method.masked import Masking, masked, maskings_of
 from dotmoe.models.checkpoint import CHANGED, Tensors
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream, Target
+from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import whole_weights
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import cosine_with_warmup
@@ -240,7 +241,7 @@ def repair(
     config.require(layout.granularity)
     streams, stored = _Streams(dense, layout, blocks, config), Tensors.of(dense)
     metrics = list[dict[str, Any]]()
-    for index, target, problem, replace in streams.problems():
+    for index, target, problem, use in streams.problems():
         checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
         if not checkpoint.is_dir():
             weights, of_layer = _solution(problem(), target, config.repair_epochs)
@@ -251,7 +252,7 @@ def repair(
                 save_tensors(tensors, partial_folder / CHANGED)
                 write_json(partial_folder / METRICS, {"layer": index, **of_layer})
         metrics.append(read_json(checkpoint / METRICS))
-        replace(load_file(checkpoint / CHANGED))
+        use(load_file(checkpoint / CHANGED))
         if target.name == "ffn" or len(streams.maskings) == 1:
             error = f"error {metrics[-1]['heldout_error']:.3f}"
             on_progress(index + 1, layout.num_layers, error)
@@ -312,7 +313,7 @@ class _Streams:
         for index in range(len(self._layers)):
             originals = dict[str, Tensor]()
 
-            def replace(weights: Mapping[str, Tensor], kept: dict[str, Tensor] = originals) -> None:
+            def use(weights: Mapping[str, Tensor], kept: dict[str, Tensor] = originals) -> None:
                 for name, weight in weights.items():
                     kept[name] = parameters[name].data
                     parameters[name].data = weight.to(kept[name])
@@ -326,7 +327,7 @@ class _Streams:
                 with masked(self._model, self.maskings, only=[index]):
                     for masking in reversed(self.maskings):  # attention is before the FFN
                         pose = partial(self._problem, index, masking)
-                        yield index, TARGETS[masking.target], pose, replace
+                        yield index, TARGETS[masking.target], pose, use
                     self._converted.advance(index)
                 for name, weight in originals.items():
                     parameters[name].data = weight
@@ -344,7 +345,7 @@ class _Streams:
     def _problem(self, index: int, masking: Masking) -> LayerProblem:
         """The problem of one part of the layer that the dense stream went through last."""
         target, layer = TARGETS[masking.target], self._layers[index]
-        ks = self._config.repair_active_experts or (masking.active_experts,)
+        ks = self._config.repair_active_experts or (masking.routing.active_experts,)
         is_ffn = target.name == "ffn"
         norm, output = self._norm(index, target), target.output(layer)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
@@ -410,11 +411,12 @@ class _Streams:
 @contextmanager
 def with_active_experts(masking: Masking, k: int) -> Iterator[None]:
     """Within this context, the masks run `k` experts per token."""
-    before, masking.active_experts = masking.active_experts, k
+    before = masking.routing
+    masking.routing = replace(before, active_experts=k)
     try:
         yield
     finally:
-        masking.active_experts = before
+        masking.routing = before
 
 
 def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:

@@ -3,6 +3,9 @@
 import importlib
 import importlib.util
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,9 +24,9 @@ _ITERATIONS = 16
 """Maximum number of Newton or bisection steps of the soft top-k."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How split layers route tokens, and the router losses that they record."""
+    """How split layers route tokens."""
 
     active_experts: int
     surrogate: Surrogate | None = None
@@ -34,10 +37,6 @@ class Routing:
     mean_if_unchosen: bool = True
     """How sparse FFNs fill the mask's gradient of experts that did not run: by the mean of those
     that did, or by 0 (paper)."""
-    enabled: bool = True
-    """False: the model is dense; all neurons run for every token, and no router runs."""
-    losses: list[tuple[Tensor, Tensor]] | None = None
-    """z-loss and balance loss of each layer in the current forward pass; None: not recorded."""
 
     def logits(self, x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:
         """Logits of one layer, as float32 numbers."""
@@ -51,20 +50,58 @@ class Routing:
             logits_TE, self.active_experts, self.surrogate, self.surrogate_temperature
         )
         if self.surrogate is not None:
-            # Computed even if not recorded: a recomputed layer must repeat the same operations.
-            losses = z_loss(logits_TE), balance_loss(logits_TE, routed[0])
-            if self.losses is not None:
-                self.losses.append(losses)
+            # Computed even if not collected: a recomputed layer must repeat the same operations.
+            losses = {name: loss(logits_TE, routed[0]) for name, loss in ROUTER_LOSSES.items()}
+            if (collected := _COLLECTED.get()) is not None:
+                collected.append((id(self), losses))
         return routed
 
-    def pop_losses(self) -> tuple[Tensor, Tensor]:
-        """z-loss and balance loss of the last forward pass, averaged over layers."""
-        z, balance = zip(*(self.losses or []), strict=True)
-        self.losses = None  # otherwise recomputed layers would keep all their activations in it
-        return torch.stack(z).mean(), torch.stack(balance).mean()
+
+@contextmanager
+def router_losses() -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """Collect the router losses of a forward pass within this context.
+
+    Yields a function that gives them by the names of `ROUTER_LOSSES`: means over the layers that
+    share a `Routing`, summed over these. Layers that are recomputed later are not collected.
+    """
+    collected: list[tuple[int, dict[str, Tensor]]] = []
+
+    def totals() -> dict[str, Tensor]:
+        of_routing: dict[int, list[dict[str, Tensor]]] = {}
+        for routing, losses in collected:
+            of_routing.setdefault(routing, []).append(losses)
+        return {
+            name: torch.stack(
+                [torch.stack([each[name] for each in of]).mean() for of in of_routing.values()]
+            ).sum()
+            for name in ROUTER_LOSSES
+        }
+
+    token = _COLLECTED.set(collected)
+    try:
+        yield totals
+    finally:
+        _COLLECTED.reset(token)
 
 
-def z_loss(logits_TE: Float[Tensor, "T E"]) -> Float[Tensor, ""]:
+@contextmanager
+def dense_only() -> Iterator[None]:
+    """Within this context, split layers run all their units and no router: the model is dense."""
+    token = _IS_DENSE.set(True)
+    try:
+        yield
+    finally:
+        _IS_DENSE.reset(token)
+
+
+def is_dense() -> bool:
+    """Whether split layers run within `dense_only`."""
+    return _IS_DENSE.get()
+
+
+def z_loss(
+    logits_TE: Float[Tensor, "T E"], mask_TE: Float[Tensor, "T E"] | None = None
+) -> Float[Tensor, ""]:
     """Mean over tokens of logsumexp(L)^2 (eq:z_loss); keeps router logits small."""
     return torch.logsumexp(logits_TE, dim=1).square().mean()
 
@@ -81,6 +118,16 @@ def balance_loss(
     share_E = mask_TE.detach().mean(dim=0)
     probability_E = torch.softmax(logits_TE, dim=1).mean(dim=0)
     return logits_TE.shape[1] * (share_E * probability_E).sum()
+
+
+ROUTER_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "z": z_loss,
+    "balance": balance_loss,
+}
+"""Losses of one layer's router, functions of its logits and mask, by name."""
+_COLLECTED: ContextVar[list[tuple[int, dict[str, Tensor]]] | None]
+_COLLECTED = ContextVar("collected router losses", default=None)
+_IS_DENSE = ContextVar("split layers are dense", default=False)
 
 
 def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dotmoe.common.distributed import full_tensor
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_activation
-from dotmoe.method.router import Routing
+from dotmoe.method.router import Routing, is_dense
 from dotmoe.models.family import SILU, Activation, DenseModel, GatedFFN
 
 
@@ -55,7 +55,7 @@ class SparseFFN(nn.Module):
         """Map [..., D] to [..., D] by the k experts of each token, plus the shared one if any."""
         x_TD = x.reshape(-1, x.shape[-1])
         experts = (self.gate_ESD, self.up_ESD, self.down_ESD)
-        if self.routing.enabled:
+        if not is_dense():
             mask_TE, chosen_TK = self.routing.route(self.router(x_TD))
             fill_unknown(mask_TE, by_mean=self.routing.mean_if_unchosen)
             output_TD = expert_sums(x_TD, mask_TE, chosen_TK, *experts, self.activation)

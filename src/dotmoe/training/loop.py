@@ -6,8 +6,9 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ Checkpoints use the same names. Either all parameters are plain tensors, equal o
 DTensors, of which a rank may hold no part. If their first dimension counts layers, `first_layer`
 is the number of its first layer."""
 
+_watch: ContextVar[Callable[[str], AbstractContextManager[Any]]]
+_watch = ContextVar("watch of named ranges", default=torch.profiler.record_function)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CHECKPOINT_SECONDS = 1800
 _MAX_LOSS_RATIO = 10.0
@@ -66,6 +69,23 @@ class TrainingConfig:
 
 
 DEFAULT_TRAINING = TrainingConfig()
+
+
+@contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """Give what runs within this context a name, for PyTorch's profiler or `watching_ranges`."""
+    with _watch.get()(name):
+        yield
+
+
+@contextmanager
+def watching_ranges(watch: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Within this context, every named range runs inside `watch(name)`, not the profiler's."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

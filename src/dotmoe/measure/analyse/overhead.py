@@ -2,8 +2,8 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
@@ -13,24 +13,16 @@ import torch
 from dotmoe.measure.analyse.run import AnalysedRun, Findings
 from dotmoe.method.align import Alignment
 from dotmoe.method.layout import AlignState, ExpertLayout
-from dotmoe.method.masked import masked, recomputing
+from dotmoe.method.masked import masked
+from dotmoe.method.router import dense_only, router_losses
+from dotmoe.models.hooks import recomputing
 from dotmoe.run.config import RunConfig
 from dotmoe.text.tokenise import Text
-from dotmoe.training.loop import adamw, global_norm, update
+from dotmoe.training.loop import adamw, global_norm, update, watching_ranges
 
-OF_TASK = {
-    "teacher": "dense forward",
-    "hidden": "student forward",
-    "distil": "head and losses",
-    "differentiate": "backward",
-}
-OF_ASSIGNMENT = {
-    "plan": "assignment solve",
-    "rounded": "rounding",
-    "backward_plan": "assignment gradient",
-}
+OF_ASSIGNMENT = ("assignment solve", "rounding", "assignment gradient")
 STRAIGHT_THROUGH = "straight-through"
-OF_THE_METHOD = (*OF_ASSIGNMENT.values(), STRAIGHT_THROUGH, "optimizer")
+OF_THE_METHOD = (*OF_ASSIGNMENT, STRAIGHT_THROUGH, "optimizer")
 """Parts of a step that distillation without this method would not have."""
 
 
@@ -56,12 +48,10 @@ def profile(run: AnalysedRun) -> Findings:
         seed=config.seed,
     )
     clock, samples = Clock(dense.device), []
-    time_methods(task, OF_TASK, clock)
-    time_methods(task.parts[0], OF_ASSIGNMENT, clock)
     optimizer = adamw(task)
     again = config.align.activation_checkpointing
-    with masked(dense, task.routings):
-        with recomputing(dense, again):
+    with masked(dense, task.maskings):
+        with recomputing(dense, again), watching_ranges(clock.part):
             for step in range(num_steps + 1):
                 with clock.part("step"):
                     task.accumulate_gradients(step)
@@ -107,8 +97,8 @@ def mask_cost(task: Alignment, clock: "Clock") -> tuple[float, float]:
 
     It runs a masked FFN with routing on and off, on random inputs: values do not affect the time.
     """
-    dense, routing = task.dense, task.parts[0].masking
-    ffn = dense.family.layers(dense.model)[routing.first_layer].get_submodule("mlp")
+    dense, masking = task.dense, task.parts[0].masking
+    ffn = dense.family.layers(dense.model)[masking.first_layer].get_submodule("mlp")
     tokens = task.micro_batch_size * task.blocks.seq_len
     dtype = next(dense.model.parameters()).dtype
     x = torch.randn(tokens, dense.widths.model, device=dense.device, dtype=dtype)
@@ -117,10 +107,10 @@ def mask_cost(task: Alignment, clock: "Clock") -> tuple[float, float]:
     rounds = []
     for _ in range(6):  # the first is not counted
         for is_masked in (True, False):
-            routing.enabled, routing.losses = is_masked, []
-            with clock.part(f"forward {is_masked}"):
-                output = ffn(x)
-            outputs = [output, *(loss for pair in routing.losses for loss in pair)]
+            with router_losses() as losses, nullcontext() if is_masked else dense_only():
+                with clock.part(f"forward {is_masked}"):
+                    output = ffn(x)
+                outputs = [output, *(losses().values() if is_masked else ())]
             grads = [torch.randn_like(each) for each in outputs]
             with clock.part(f"backward {is_masked}"):
                 torch.autograd.backward(outputs, grads)
@@ -159,9 +149,3 @@ class Clock:
         """Seconds of each part since the last call; starts again from zero."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return dict(seconds)
-
-
-def time_methods(owner: Any, parts: Mapping[str, str], clock: Clock) -> None:
-    """Time all later calls of these methods of `owner`; `parts` maps a method to a clock part."""
-    for method, part in parts.items():
-        setattr(owner, method, clock.part(part)(getattr(owner, method)))

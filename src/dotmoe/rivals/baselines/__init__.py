@@ -20,11 +20,10 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.method.calibrate import RidgeRouter, affinity_of, expert_sums, log_energy, unit_logits
 from dotmoe.method.granularity import Granularity, joined, parts_of
 from dotmoe.method.layout import ALWAYS_ON, AlignState, ExpertLayout
-from dotmoe.method.masked import gated
 from dotmoe.models.family import DenseModel
 from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
 from dotmoe.rivals.baselines.contract import BaselineConfig as BaselineConfig
-from dotmoe.rivals.baselines.contract import LayerSplit, Own
+from dotmoe.rivals.baselines.contract import LayerSplit, Own, gated
 from dotmoe.rivals.baselines.contract import SplitInputs as SplitInputs
 from dotmoe.rivals.baselines.controls import by_energy, dealt, static_pruning
 from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates, expert_weaver

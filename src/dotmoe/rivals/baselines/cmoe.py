@@ -22,12 +22,12 @@ from torch import Tensor
 
 from dotmoe.method.calibrate import RidgeRouter
 from dotmoe.method.layout import ALWAYS_ON
-from dotmoe.method.masked import gated
 from dotmoe.method.router import top_k_mask
 from dotmoe.rivals.baselines.contract import (
     Layer,
     LayerSplit,
     SplitInputs,
+    gated,
     means,
     optimal_assignment,
 )

@@ -1,7 +1,7 @@
 """The interface of a baseline method, and functions that several methods share."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -21,7 +21,8 @@ from dotmoe.method.objective import (
     hidden_states,
     next_token_labels,
 )
-from dotmoe.models.family import DenseModel, GatedFFN
+from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
+from dotmoe.models.hooks import input_hooks
 
 STARTS, ROUNDS = 4, 20
 """Number of random k-means starts (the best is kept), and maximum rounds of each."""
@@ -180,3 +181,28 @@ def means(features_NF: Tensor, expert_N: Tensor, num_clusters: int) -> Float[Ten
 def squared_distance(features_NF: Tensor, centre_EF: Tensor) -> Tensor:
     """Squared distances minus each item's squared norm, which is the same in every assignment."""
     return centre_EF.square().sum(dim=1) - 2 * features_NF @ centre_EF.T
+
+
+@contextmanager
+def gated(
+    dense: DenseModel,
+    experts: Mapping[int, Int[Tensor, " N"]],
+    gate: Callable[[int, Tensor, Tensor], Tensor],
+) -> Iterator[None]:
+    """Within this context, each neuron is multiplied by its expert's gate, and no router runs.
+
+    `experts` maps each split layer to the experts of its neurons. `gate` takes a layer's number,
+    the input [T, D] of its FFN and the hidden activations [T, N], and returns the gates, [T, E].
+    """
+    layers, inputs = dense.family.layers(dense.model), dict[int, Tensor]()
+
+    def weigh(layer: int, hidden: Tensor) -> Tensor:
+        gate_TE = gate(layer, inputs[layer].flatten(0, -2), hidden.flatten(0, -2)).to(hidden.dtype)
+        # The last column stands for the neurons that are always on.
+        gate_TN = F.pad(gate_TE, (0, 1), value=1.0)[:, experts[layer].to(hidden.device)]
+        return hidden * gate_TN.view_as(hidden)
+
+    ffns = {layer: TARGETS["ffn"].block(layers[layer]) for layer in experts}
+    downs = {layer: TARGETS["ffn"].output(layers[layer]) for layer in experts}
+    with input_hooks(ffns, inputs.__setitem__), input_hooks(downs, weigh):
+        yield

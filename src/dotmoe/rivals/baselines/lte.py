@@ -20,9 +20,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dotmoe.method.calibrate import unit_logits
-from dotmoe.method.masked import gated
 from dotmoe.models.family import DenseModel
-from dotmoe.rivals.baselines.contract import LayerSplit, SplitInputs, next_token_loss
+from dotmoe.rivals.baselines.contract import LayerSplit, SplitInputs, gated, next_token_loss
 from dotmoe.rivals.baselines.moefication import weight_clusters
 
 THRESHOLD = 0.5

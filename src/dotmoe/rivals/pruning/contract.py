@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
-from dotmoe.method.masked import recomputing
 from dotmoe.models.family import TOKENS_AT_ONCE, DecoderTraits, DenseModel, num_parameters
+from dotmoe.models.hooks import recomputing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dotmoe.method.masked import input_hooks
 from dotmoe.models.family import DenseModel, Stream, num_parameters
+from dotmoe.models.hooks import input_hooks
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, refusing
 
 
