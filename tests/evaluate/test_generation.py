@@ -1,4 +1,7 @@
-"""Continuations. Oracle: argmax token by token."""
+"""Continuations. Oracles: argmax token by token, frequencies of samples, the tokenizer's chat."""
+
+import json
+from shutil import copytree
 
 import pytest
 import torch
@@ -41,6 +44,40 @@ def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(llama):
     llama.tokenizer.eos_token_id = free[3]
     made = continuations(llama.model, llama.tokenizer, PROMPTS[:1], 8)
     assert made == [free[: free.index(free[3])]]
+
+
+def test_samples_follow_the_tempered_softmax_and_repeat(llama):
+    model, tokenizer, prompt = llama.model, llama.tokenizer, PROMPTS[0]
+    made = continuations(model, tokenizer, [prompt], 200, temperature=0.5)[0]
+    state = torch.get_rng_state()
+    assert continuations(model, tokenizer, [prompt], 200, temperature=0.5)[0] == made
+    assert torch.equal(torch.get_rng_state(), state)
+    ids = torch.tensor([[*prompt, *made]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    log_p = (logits / 0.5).log_softmax(-1)
+    nats = -log_p[torch.arange(len(made)), made]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    assert abs(nats.mean() - entropy.mean()) < 5 * (nats - entropy).std() / len(made) ** 0.5
+
+
+def test_a_chat_model_is_asked_by_its_template(tiny_dense, llama, tmp_path, command):
+    model = copytree(tiny_dense("llama"), tmp_path / "model")
+    asked = {"generate": 4, "prompts": "Who?", "chat_template": []}
+    assert "has no chat template" in command("evaluate", model, **asked).refusal()
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (model / "chat_template.jinja").write_text(template)
+    said = command("evaluate", model, **asked, json=[])
+    prompt = llama.tokenizer("<user>Who?<assistant>", add_special_tokens=False).input_ids
+    expected = llama.tokenizer.batch_decode(
+        continuations(llama.model, llama.tokenizer, [prompt], 4)
+    )
+    assert json.loads(said.out)["model"]["texts"] == expected
+    plain = {"text": model / "config.json", "chat_template": []}
+    assert (
+        "chat_template is for --tasks or --prompts" in command("evaluate", model, **plain).refusal()
+    )
 
 
 @pytest.mark.parametrize(("length", "starts"), [(900, (0, 300, 600)), (30, (0,))])

@@ -1,5 +1,6 @@
 """The page says what the result files say, loads nothing, and names what is missing."""
 
+import io
 import json
 import re
 import shlex
@@ -7,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from pages import HOSTILE, ROOT, Page, read_page
+from rich.console import Console
 
 from dotmoe.cli import COMMANDS, run
 from dotmoe.common.errors import UserError
 from dotmoe.common.tables import in_bytes
 from dotmoe.measure.report import RunResults
-from dotmoe.measure.report.page import html, html_report, markdown
+from dotmoe.measure.report.page import html, html_report, markdown, summary
 from dotmoe.measure.report.plots import NO_PLOTS, draw_all
 from dotmoe.measure.report.sections import verdict
 from runs import weights_of
@@ -148,6 +150,24 @@ def test_every_proposed_command_can_be_given(kind, request):
     missing = {"--tasks", "--curve", "--fidelity", "--generate", "bench", "analyse"}
     assert {word for word in missing if word in asked} == (set() if kind == "measured" else missing)
     assert RunResults(folder).dense_model in asked
+
+
+@pytest.mark.parametrize("kind", ["finished", "finetuned"])
+def test_a_run_ends_with_what_was_lost_and_the_commands_that_come_next(kind, request):
+    folder = request.getfixturevalue(kind).folder
+    console = Console(width=1000, file=io.StringIO())
+    console.print(summary(folder))
+    said, results = console.file.getvalue(), RunResults(folder).results
+    times = results["moe"]["perplexity"] / results["dense"]["perplexity"]
+    assert f"Perplexity is {times:.2f} times the dense model's" in said
+    counts = results["parameters"]
+    assert f"({100 * counts['active'] / counts['dense']:.0f} %) work on a token" in said
+    lines = [line.split(maxsplit=1) for line in said.splitlines() if line.strip()]
+    next_ones = {name: shlex.split(rest) for name, rest in lines[-3 - (kind == "finished") :]}
+    assert next_ones.pop("report")[0] == str(folder / "7_report" / "report.html")
+    assert set(next_ones) == {"generate", "serve", *["recover"] * (kind == "finished")}
+    assert run(next_ones["generate"][1:]) == 0
+    assert next_ones["serve"][:3] == ["vllm", "serve", str(folder / "5_export")]
 
 
 def test_a_finetuned_run_is_of_the_dense_model(finished, finetuned):
