@@ -76,7 +76,8 @@ def test_a_chat_model_is_asked_by_its_template(tiny_dense, llama, tmp_path, comm
     assert json.loads(said.out)["model"]["texts"] == expected
     plain = {"text": model / "config.json", "chat_template": []}
     assert (
-        "chat_template is for --tasks or --prompts" in command("evaluate", model, **plain).refusal()
+        "chat_template is for --tasks, or --generate"
+        in command("evaluate", model, **plain).refusal()
     )
 
 
