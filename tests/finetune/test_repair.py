@@ -130,6 +130,26 @@ def test_a_refit_that_held_out_rows_do_not_gain_from_is_zero():
     assert not torch.equal(weight_DN, plain)
 
 
+@pytest.mark.parametrize("steps_away", [0, 1, 2])
+def test_from_the_ridge_of_the_layer_before_fewer_solutions_find_the_same(steps_away, monkeypatch):
+    torch.manual_seed(3)
+    hidden_TN, true_ND = torch.randn(80, 40), torch.randn(40, 4)
+    missing_TD = hidden_TN @ true_ND + 4 * torch.randn(80, 4)
+    fitted, heldout = (NormalEquations(40, 4, torch.device("cpu")) for _ in range(2))
+    fitted.add(hidden_TN[:50], missing_TD[:50], torch.ones(50))
+    heldout.add(hidden_TN[50:], missing_TD[50:], torch.ones(30))
+    problem = SimpleNamespace(fitted=fitted, heldout=heldout, output=torch.nn.Linear(40, 4))
+    everywhere, found = refit(problem, whole=False)
+    place = RIDGES.index(found["ridge"])
+    assert 2 <= place < len(RIDGES) - 2
+    solved, tried = NormalEquations.solved, []
+    monkeypatch.setattr(NormalEquations, "solved", lambda *a: tried.append(a) or solved(*a))
+    near, again = refit(problem, whole=False, near=RIDGES[place - steps_away])
+    assert again == found
+    assert torch.equal(near, everywhere)
+    assert len(tried) <= 3 + steps_away
+
+
 def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
     dense_of, layout_of, text, tmp_path, monkeypatch
 ):

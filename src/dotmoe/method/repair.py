@@ -35,6 +35,8 @@ METRICS = "repair.json"
 """Metrics: the stage's, and each layer's beside its weights."""
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties to try, as shares of the mean diagonal of the Gram matrix."""
+SOLUTIONS = 4
+"""Solutions that a layer usually takes: three near the last layer's penalty, and the final one."""
 _TOKENS_AN_INPUT, HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
 BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
 """Training: tokens per step, peak learning rate as a share of a matrix's root mean square, and
@@ -136,23 +138,36 @@ class LayerProblem:
     num_fitted: int
 
 
-def refit(problem: LayerProblem, *, whole: bool) -> tuple[Tensor, dict[str, Any]]:
+def refit(
+    problem: LayerProblem, *, whole: bool, near: float | None = None
+) -> tuple[Tensor, dict[str, Any]]:
     """The output projection, [D, N], with the penalty best for held-out tokens, and its metrics.
 
     It is fitted to all tokens if `whole`, else to those not held out; it stays as it is if no
-    penalty gains. Metrics: `ridge`, None for no change, and `heldout_error` as of
-    `NormalEquations.error`.
+    penalty gains. Without `near` all of `RIDGES` are tried; else the search begins there and goes
+    on while a neighbour is better, because each costs a factorisation of the Gram matrix. Metrics:
+    `ridge`, None for no change, and `heldout_error` as of `NormalEquations.error`.
     """
     fitted, heldout, before_DN = problem.fitted, problem.heldout, problem.output.weight.double()
-    errors = {ridge: heldout.error(fitted.solved(ridge)) for ridge in RIDGES}
-    ridge = min(errors, key=errors.__getitem__)
-    if not errors[ridge] < 1:
+    errors, best = dict[int, float](), 0 if near is None else RIDGES.index(near)
+    change_ND, left = fitted.cross_ND, [best, best + 1, best - 1] if near else [*range(len(RIDGES))]
+    while left:
+        index = left.pop(0)
+        if index in errors or index not in range(len(RIDGES)):
+            continue
+        tried_ND = fitted.solved(RIDGES[index])
+        errors[index] = heldout.error(tried_ND)
+        if index == best or errors[index] < errors[best]:
+            best, change_ND = index, tried_ND
+            left += [index + 1, index - 1]
+    error = errors[best]
+    if not error < 1:
         return before_DN, {"ridge": None, "heldout_error": 1.0}
     if whole:
         fitted.gram_NN += heldout.gram_NN
         fitted.cross_ND += heldout.cross_ND
-    change_ND = fitted.solved(ridge)
-    return before_DN + change_ND.T, {"ridge": ridge, "heldout_error": errors[ridge]}
+        change_ND = fitted.solved(RIDGES[best])
+    return before_DN + change_ND.T, {"ridge": RIDGES[best], "heldout_error": error}
 
 
 def train(
@@ -244,7 +259,8 @@ def repair(
     for index, target, problem, use in streams.problems():
         checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
         if not checkpoint.is_dir():
-            weights, of_layer = _solution(problem(), target, config.repair_epochs)
+            near = next((m["ridge"] for m in reversed(metrics) if m["ridge"]), None)
+            weights, of_layer = _solution(problem(), target, config.repair_epochs, near)
             dtype = stored.describe(target.output_tensor(index))[1]
             prefix = f"model.layers.{index}.{target.module}"
             tensors = {f"{prefix}.{name}": weight.to(dtype) for name, weight in weights.items()}
@@ -264,11 +280,11 @@ def repair(
 
 
 def _solution(
-    problem: LayerProblem, target: Target, epochs: int
+    problem: LayerProblem, target: Target, epochs: int, near: float | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """New weights of one FFN or attention, by their names in it, and metrics."""
     is_trained = target.name == "ffn" and epochs > 0
-    output_DN, metrics = refit(problem, whole=not is_trained)
+    output_DN, metrics = refit(problem, whole=not is_trained, near=near)
     weights = {f"{target.output_name}.weight": output_DN}
     if is_trained:
         weights, metrics["trained_error"] = train(problem, weights, epochs)

@@ -28,7 +28,7 @@ from dotmoe.measure.inspection.sizes import (
 )
 from dotmoe.method.calibrate import LAYERS_PER_DENSE, OUTLIER_TOKENS, ROUNDS
 from dotmoe.method.granularity import parts_of
-from dotmoe.method.repair import BATCH, HELD_OUT, RIDGES, RepairConfig
+from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS, RepairConfig
 from dotmoe.run.config import RunConfig
 
 TOKENS_PER_S = 200_000
@@ -195,7 +195,7 @@ class Stages:
         """
         sizes, width, tokens = self.sizes, self.sizes.widths.model, self.repair_tokens
         is_ffn, counts = sizes.split.target == "ffn", sizes.counts
-        stream, tried = self.forward(machine, 3 * tokens), len(RIDGES)
+        stream, tried = self.forward(machine, 3 * tokens), SOLUTIONS - 1
         grams = sum(2 * n * (n + width) * tokens for n in sizes.repaired_inputs)
         solutions = sum(
             (tried + 1) * n**2 * (n // 3 + 2 * width) + tried * 2 * n**2 * width
