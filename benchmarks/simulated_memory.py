@@ -37,9 +37,10 @@ from dotmoe.method.align import AlignConfig, Alignment, LearnedAssignment
 from dotmoe.method.finetuning import FinetuneConfig, Finetuning, Student
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState, AssignmentConfig
-from dotmoe.method.masked import masked, recomputing
+from dotmoe.method.masked import masked
 from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel, family_of, meta_model
+from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import load_sharded
 from dotmoe.training.loop import adamw, update
 from rounds import keep
@@ -163,7 +164,7 @@ def simulated(case: Case, layers: int) -> int:
         task: Any
         if case.train == "assignment":
             task = _alignment(case, config, ranks)
-            stack.enter_context(masked(task.dense, task.routings))
+            stack.enter_context(masked(task.dense, task.maskings))
         else:
             task = _finetuning(case, config, of_fsdp)
         stack.enter_context(recomputing(task.dense, case.checkpointing))
