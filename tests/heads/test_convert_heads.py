@@ -95,7 +95,6 @@ REFUSED = {
     "compare embedded OUT --eval-text TEXT --targets both --over-active 0.5": "only ffn",
     "compare embedded OUT --eval-text TEXT --targets both --active-params 0.9": "neurons only",
     "compare embedded OUT --eval-text TEXT --targets both --finetune-steps 2": "neurons only",
-    "inspect embedded --targets attention --task finetune": "not trained",
 }
 
 
