@@ -19,6 +19,7 @@ OWN = {
     "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
     "olmo3": TYPES,
     "exaone4": TYPES,
+    "glm4": {"num_hidden_layers": 3, "head_dim": 16},
     "gemma3_text": TYPES | {"head_dim": 24, "tied": True},
 }
 """Families whose decoder no stock MoE has: rope, windows and norms differ by layer."""

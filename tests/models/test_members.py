@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -54,6 +55,7 @@ MEMBERS = {
     "smollm3": [SLIDING | {"no_rope_layers": [1, 0], "use_sliding_window": True}, {"tied": True}],
     "olmo3": [SLIDING],
     "exaone4": [SLIDING],
+    "glm4": [{"attention_bias": True, "head_dim": 16}],
     "gemma3_text": [SLIDING | {"tied": True, **WIDE_HEADS}],
     "cwm": [{"sliding_window": 16, "layer_types": HALF}, {"sliding_window": 16}],
 }
@@ -106,7 +108,8 @@ def test_traits_are_those_of_the_stock_module(case, dense_of):
         places = ("input", "post_attention", "post_feedforward")[traits.norms_after :][:2]
         factors = traits.multipliers
         if traits.is_own:
-            assert traits.norms_after == hasattr(layer, "post_feedforward_layernorm")
+            after = {"post_feedforward_layernorm.weight", "post_mlp_layernorm.weight"}
+            assert traits.norms_after == bool(norms & after)
             continue
         assert norms == {f"{place}_layernorm.weight" for place in places}
         assert attention.scaling == (factors.attention or traits.head_dim**-0.5)
@@ -125,6 +128,10 @@ def test_the_parts_compute_what_the_stock_model_does(case, dense_of, tokens_BT):
         ffn, x = dense.family.ffn(layer), torch.randn(5, 3, dense.widths.model)
         output = ffn.down(ffn.hidden(x))
         torch.testing.assert_close(output, layer.mlp(x))
+        if dense.traits.norms_after:
+            norm = layer.get_submodule(dense.family.ffn_norm_after)
+            expected = F.rms_norm(x, x.shape[-1:], eps=1e-6) * dense.family.gain(norm)
+            torch.testing.assert_close(norm(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,10 @@ class _DotMoe(TransformersFormat):
     def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
         dense, layout = conversion.dense, conversion.layout
         if layer not in layout.moe_layers:
-            yield from super().layer_tensors(conversion, layer)
+            own = layer_names(dense, layer)
+            if dense.traits.is_own:  # as the stock decoder names them
+                own = [dense.family.stored(dense.config, name).stored for name in own]
+            yield from map(conversion.spec, dict.fromkeys(own))
             return
         ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
         place, axis_of, columns_EC = f"model.layers.{layer}.", dict[str, int](), torch.empty(0)

@@ -411,7 +411,9 @@ class _Streams:
     def _norm(self, index: int, target: Target) -> nn.Module:
         """The norm (or identity) between a part and the stream, before a residual multiplier."""
         norms_after, layer = self._traits.norms_after, self._layers[index]
-        return layer.get_submodule(target.norm_after) if norms_after else nn.Identity()
+        ffn_norm, is_ffn = self._model.family.ffn_norm_after, target.name == "ffn"
+        name = ffn_norm if is_ffn else target.norm_after
+        return layer.get_submodule(name) if norms_after else nn.Identity()
 
     def _after_attention(self, index: int) -> nn.Module:
         """The module that is called with the stream between attention and FFN."""

@@ -132,6 +132,8 @@ class Family:
     is_own: bool = False
     """Whether its decoder is none that its traits describe: only format dotmoe, which keeps the
     stock decoder, computes the same."""
+    ffn_norm_after: str = "post_feedforward_layernorm"
+    """Name of the norm after the FFN, if a layer has one."""
     norm_offset: float = 0.0
     """What norms add to their weights."""
 
@@ -163,7 +165,7 @@ class Family:
             output_bias="self_attn.o_proj.bias" in shapes,
             qk_norm="none" if not norm else "head" if norm == (width,) else "full",
             is_own=self.is_own,
-            norms_after="post_feedforward_layernorm.weight" in shapes,
+            norms_after=hasattr(layer, self.ffn_norm_after),
             sliding_window=window if "sliding_attention" in kinds else None,
             all_slide="full_attention" not in kinds,
             activation=ACTIVATIONS[activation_name(config)].name,
@@ -238,6 +240,12 @@ _LLAMA_LIKE = (
 FAMILIES = {name: Family(model_type=name) for name in _LLAMA_LIKE}
 FAMILIES["phi3"] = Family(model_type="phi3", fused=_FUSED)
 FAMILIES |= {name: Family(model_type=name, is_own=True) for name in ("smollm3", "olmo3", "exaone4")}
+FAMILIES["glm4"] = Family(
+    model_type="glm4",
+    is_own=True,
+    fused={"gate_up_proj": ("gate_proj", "up_proj")},
+    ffn_norm_after="post_mlp_layernorm",
+)
 FAMILIES["gemma3_text"] = Family(model_type="gemma3_text", is_own=True, norm_offset=1.0)
 
 

@@ -233,7 +233,8 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
                 attention.q_proj = HeadQueries(attention.q_proj, config, index, whole=whole)
                 attention.o_proj = HeadOutputs(attention.o_proj, attention.q_proj)
             if config.ffn_experts:
-                layer.mlp = ExpertFFN(config, layer.mlp.act_fn)
+                act_fn = getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn
+                layer.mlp = ExpertFFN(config, act_fn)
         self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]
