@@ -49,7 +49,7 @@ FORMATS_OF_KIN = dict.fromkeys(_KIN, ("glm4_moe", "mixtral"))
 FORMATS_OF_KIN["seed_oss"] = ("glm4_moe",)
 """The same of families that differ from one of those in their config alone; heads have a width of
 their own."""
-REQUIRED = {"ministral": {"head_dim": 24}}
+REQUIRED = {"ministral": {"head_dim": 24}, "glm4": {"head_dim": 16}}
 """Entries of a config without which a stock class makes no tiny model."""
 GRANITE_FACTORS = {
     "embedding_multiplier": 3.0,

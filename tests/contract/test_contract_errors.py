@@ -72,7 +72,7 @@ REFUSED = {
     "report {tmp}/none": "none is no finished run",
     "quickstart {tmp} --steps -1": "Unrecognized options",
     "finetune RUN OUT --train lore": "Did you mean lora?",
-    "finetune RUN OUT --ce-weight 0": "kl_weight and ce_weight are both 0",
+    "finetune RUN OUT --kl-weight 0": "kl_weight and ce_weight are both 0",
     "finetune RUN OUT --recipe smal": "Did you mean small?",
     "finetune RUN OUT --recipe small --train router": "lr_router is 0, but train is router",
     "finetune RUN OUT --data nothing.txt": "nothing.txt does not exist",

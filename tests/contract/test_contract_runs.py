@@ -42,7 +42,7 @@ def aligned_run(exact_model, text_file, tmp_path_factory):
 def finetuned_run(aligned_run, tmp_path_factory):
     """That conversion after 20 steps of finetuning."""
     out = tmp_path_factory.mktemp("finetuned") / "run"
-    return TinyRun("finetune", aligned_run.folder, out, FINETUNE).made()
+    return TinyRun("finetune", aligned_run.folder, out, {"recipe": "sft"} | FINETUNE).made()
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import LoadConfig, load_dense
 from runs import Forked, TinyRun
 
-TWINS = {"granite": "GraniteMoeForCausalLM", "olmo2": "FlexOlmoForCausalLM"}
+TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.is_own}
+TWINS |= {"granite": "GraniteMoeForCausalLM", "olmo2": "FlexOlmoForCausalLM"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -27,6 +27,7 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 OF_OTHERS = {"sliding_window": 16, **GRANITE_FACTORS}
 """Keys that the stock LLaMA does not read."""
 HALF = ["full_attention", "sliding_attention"]
+SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 MEMBERS = {
     "llama": [{}, {"tied": True}, {"attention_bias": True}, {**WIDE_HEADS, **OF_OTHERS}],
     "mistral": [
@@ -51,6 +52,11 @@ MEMBERS = {
     "iquestcoder": [WIDE_HEADS],
     "seed_oss": [{}, {"attention_out_bias": True}, {"attention_bias": False}],
     "ministral": [{**WIDE_HEADS, "sliding_window": 16, "layer_types": HALF}],
+    "smollm3": [SLIDING | {"no_rope_layers": [1, 0], "use_sliding_window": True}, {"tied": True}],
+    "olmo3": [SLIDING],
+    "exaone4": [SLIDING],
+    "glm4": [{"attention_bias": True, "head_dim": 16}],
+    "gemma3_text": [SLIDING | {"tied": True, **WIDE_HEADS}],
     "cwm": [{"sliding_window": 16, "layer_types": HALF}, {"sliding_window": 16}],
 }
 """Configs of each family, which between them have every feature that it can have."""
@@ -100,8 +106,12 @@ def test_traits_are_those_of_the_stock_module(case, dense_of):
             assert attention.q_norm.weight.shape == (heads * traits.head_dim,)
         norms = {name for name in names if name.endswith("layernorm.weight")}
         places = ("input", "post_attention", "post_feedforward")[traits.norms_after :][:2]
-        assert norms == {f"{place}_layernorm.weight" for place in places}
         factors = traits.multipliers
+        if traits.is_own:
+            after = {"post_feedforward_layernorm.weight", "post_mlp_layernorm.weight"}
+            assert traits.norms_after == bool(norms & after)
+            continue
+        assert norms == {f"{place}_layernorm.weight" for place in places}
         assert attention.scaling == (factors.attention or traits.head_dim**-0.5)
         assert getattr(layer, "residual_multiplier", 1.0) == factors.residual
     assert getattr(dense.model.model, "embedding_multiplier", 1.0) == factors.embedding
@@ -116,8 +126,12 @@ def test_the_parts_compute_what_the_stock_model_does(case, dense_of, tokens_BT):
     torch.testing.assert_close(logits, logits_of(dense.model, tokens_BT))
     for layer in dense.family.layers(dense.model):
         ffn, x = dense.family.ffn(layer), torch.randn(5, 3, dense.widths.model)
-        output = ffn.down(F.silu(ffn.gate(x)) * ffn.up(x))
+        output = ffn.down(ffn.hidden(x))
         torch.testing.assert_close(output, layer.mlp(x))
+        if dense.traits.norms_after:
+            norm = layer.get_submodule(dense.family.ffn_norm_after)
+            expected = F.rms_norm(x, x.shape[-1:], eps=1e-6) * dense.family.gain(norm)
+            torch.testing.assert_close(norm(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +225,12 @@ def test_rotary_embeddings_survive_the_export(family, rope, share, dense_of, lay
 # --- refusals
 
 REFUSED = [
-    *product(FAMILIES, [{"hidden_act": "relu"}], ["hidden_act is 'relu'.*SwiGLU"]),
+    *product(
+        FAMILIES,
+        [{"hidden_act": "relu", "hidden_activation": "relu"}],
+        ["hidden_act is 'relu'.*SwiGLU"],
+    ),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is set"),
     *product(FAMILIES, [{"mlp_bias": True, "attention_bias": True}], ["mlp_bias is true.*without"]),
     *(
         ("llama", {key: 8}, f"{key} is 8: {MOE}. Choose a dense one.$")
@@ -241,6 +260,6 @@ def test_a_type_of_unknown_name_is_judged_by_its_config_and_slips_are_corrected(
         assert family_of(AutoConfig.for_model("granite", num_local_experts=count))
     assert WRAPPER in refusal_of(SimpleNamespace(model_type="new_vl", text_config={}))
     assert refusal_of(SimpleNamespace(model_type="qwen-3")).endswith("Did you mean qwen3?")
-    assert refusal_of(SimpleNamespace(model_type="olmo3")) == (
-        f"model_type is 'olmo3', which dotmoe cannot convert. Families: {', '.join(FAMILIES)}."
+    assert refusal_of(SimpleNamespace(model_type="qwen3_5")) == (
+        f"model_type is 'qwen3_5', which dotmoe cannot convert. Families: {', '.join(FAMILIES)}."
     )

@@ -1,54 +1,61 @@
 """Text models inside models of more than text. Oracle: stock Transformers, the whole model."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from conftest import TINY, byte_tokenizer
 from dotmoe.export import GgufConfig, export
 from dotmoe.method.finetuning import begin_checkpoint
 from dotmoe.models.load import LoadConfig, load_dense
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "model_type": "pixtral"}
+VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+PIXTRAL = {"vision_config": VISION | {"model_type": "pixtral"}, "image_token_index": 263}
+SIGLIP = {"vision_config": VISION, "image_token_index": 263, "mm_tokens_per_image": 1}
 WRAPPERS = {
-    "mistral3": {"text_config": {"model_type": "mistral", "head_dim": 16, **TINY}},
-    "llava": {"text_config": {"model_type": "llama", **TINY}},
+    "mistral3": ("mistral", PIXTRAL),
+    "llava": ("llama", PIXTRAL),
+    "gemma3": ("gemma3_text", SIGLIP),
 }
-"""Wrappers and the text models in them."""
+"""Wrappers: the text model in each, and the rest of its config."""
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tiny_dense, tmp_path_factory):
     """Writes a tiny model of text and images: its folder and the stock model."""
 
     def make(kind, *, tied=False, renamed=False):
-        folder = tmp_path_factory.mktemp(kind)
-        config = {"vision_config": VISION, "image_token_index": 263, "tie_word_embeddings": tied}
-        config = AutoConfig.for_model(kind, **WRAPPERS[kind], **config)
+        folder, (text, rest) = tmp_path_factory.mktemp(kind), WRAPPERS[kind]
+        plain = tiny_dense(text, head_dim=16)
+        shutil.copytree(plain, folder, dirs_exist_ok=True)
+        config = {"text_config": json.loads((plain / "config.json").read_text()), **rest}
+        config = AutoConfig.for_model(kind, **config, tie_word_embeddings=tied)
         torch.manual_seed(1)
         model = AutoModelForImageTextToText.from_config(config).eval()
         model.save_pretrained(folder)
-        byte_tokenizer(has_bos=True).save_pretrained(folder)
         if renamed:  # as Transformers 4.5x names them
             weights = load_file(folder / "model.safetensors")
-            named = {f"model.{name}": weight for name, weight in weights.items()}
-            named = {
-                name.replace("model.language_model.model.", "model.language_model."): weight
-                for name, weight in named.items()
-            }
-            named = {
-                name.replace("model.language_model.lm_head", "lm_head"): weight
-                for name, weight in named.items()
-            }
-            save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+            save_file(
+                {new_name(name): weight for name, weight in weights.items()},
+                folder / "model.safetensors",
+                metadata={"format": "pt"},
+            )
         return folder, model
 
     return make
+
+
+def new_name(name):
+    name = name.removeprefix("language_model.")
+    if name == "lm_head.weight":
+        return name
+    is_text = name.startswith("model.")
+    return f"model.language_model.{name.removeprefix('model.')}" if is_text else f"model.{name}"
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -62,7 +69,7 @@ def test_the_text_model_converts_alone(kind, options, whole, layout_of, tokens_B
     torch.testing.assert_close(logits_of(dense.model, tokens_BT), expected)
     layout = layout_of(dense)
     record = export(dense, layout, tmp_path / "out", GgufConfig(), tokens_BT)
-    assert record.format == "glm4_moe"
+    assert record.format == ("dotmoe" if dense.traits.is_own else "glm4_moe")
     left_out = "Text alone: multi_modal_projector, vision_tower of the checkpoint are left out."
     assert left_out in record.notes
     logits = stock_logits(tmp_path / "out", tokens_BT)

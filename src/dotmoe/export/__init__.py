@@ -1,5 +1,6 @@
 """STAGE export: write a servable model from a dense checkpoint's files and an `ExpertLayout`."""
 
+import logging
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import complete_folder, new_folder
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.worker import WorkerDiedError
-from dotmoe.export.choice import GGUF_NAMES, format_for
+from dotmoe.export.choice import GGUF_NAMES, ONLY_TRANSFORMERS, OWN, format_for
 from dotmoe.export.format import (
     EXPORTED,
     Conversion,
@@ -37,6 +38,8 @@ from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel
 from dotmoe.models.on_disk import on_disk
 from dotmoe.models.tokenizer import tokenizer_notes
+
+logger = logging.getLogger(__name__)
 
 _WIDENED = (
     "The dense weights are float16, which cannot hold the scaled routers; they are written as "
@@ -103,6 +106,8 @@ def require_exportable(dense: DenseModel, split: Granularity, config: ExportConf
     form, tensors = format_for(dense, split, config.format, dtype), Tensors.of(dense)
     tensors.require_shapes(dense.model)
     require_no_others(dense, tensors, form.name)
+    if form.name == OWN:
+        logger.warning(ONLY_TRANSFORMERS)
     return dtype
 
 

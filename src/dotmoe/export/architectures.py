@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from dotmoe.export.format import Conversion, Gating, TensorSpec, layer_names, shared_experts
+from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_names, shared_experts
 from dotmoe.export.transformers_format import GATES, TransformersFormat
 from dotmoe.method.granularity import Granularity, count_parameters, parts_of
 from dotmoe.models import modeling_dotmoe
@@ -193,7 +193,7 @@ class _FlexOlmo(TransformersFormat):
 
 
 class _DotMoe(TransformersFormat):
-    """dotmoe's own: the dense decoder with experts of heads (and neurons); exports its code too."""
+    """dotmoe's own: the dense decoder with experts of neurons or heads; exports its code too."""
 
     name = "dotmoe"
     servers = ("Transformers with trust_remote_code=True",)
@@ -201,10 +201,11 @@ class _DotMoe(TransformersFormat):
     active_experts_editable = True
 
     def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        if split.targets == "ffn":
-            return f"{self.name} is for experts made of heads. Set targets to attention or both."
-        if dense.traits.rotated != 1:
+        traits = dense.traits
+        if traits.rotated != 1 and not traits.is_own:  # Phi-3 is written as Mistral
             return f"{dense.source} has partly rotated heads, which {self.name} cannot hold."
+        if traits.is_own and split.targets != "ffn":
+            return f"Heads of {dense.config.model_type} cannot be split. Set targets to ffn."
         if split.target == "attention":  # no stock kernel limits the sizes of these experts
             return None
         return self.no_kernel(dense, split, dtype)
@@ -216,17 +217,21 @@ class _DotMoe(TransformersFormat):
         return "all weights are copied from the dense weights, and gates are 1 (exact)"
 
     def notes(self, conversion: Conversion) -> list[str]:
+        has_heads = conversion.layout.granularity.targets != "ffn"
+        lacking = "attention in which only some heads run" if has_heads else "such decoder"
+        cache = "All keys and values are computed: the KV cache is as large as the dense model's."
         return [
-            "Only Transformers can load it: vLLM, SGLang and llama.cpp have no attention in which "
-            f"only some heads run. `import {modeling_dotmoe.__name__}` registers it with "
+            f"Only Transformers can load it: vLLM, SGLang and llama.cpp have no {lacking}. "
+            f"`import {modeling_dotmoe.__name__}` registers it with "
             "Transformers; without dotmoe, give from_pretrained trust_remote_code=True, which runs "
             f"{CODE.name} from this folder.",
-            "All keys and values are computed, so the KV cache is as large as the dense model's.",
+            *[cache] * has_heads,
+            *Format.notes(self, conversion),
         ]
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         dense, layout = conversion.dense, conversion.layout
-        ffn, heads = layout.of_target("ffn"), parts_of(layout)[-1]
+        ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
         values: dict[str, Any] = dense.config.to_dict()
         for key in ("transformers_version", "_name_or_path", "id2label", "label2id"):
             values.pop(key, None)
@@ -243,15 +248,19 @@ class _DotMoe(TransformersFormat):
             "head_dim": head_dim(dense.config),
             "tie_word_embeddings": False,
             "dtype": conversion.dtype_name,
+            "first_dense_layers": layout.moe_layers.start,
             "heads_of_experts": [
                 *[None] * heads.moe_layers.start,
                 *(heads.neurons_of_expert(n).flatten().tolist() for n in heads.moe_layers),
-            ],
-            "head_experts": heads.num_experts,
+            ]
+            if heads
+            else [],
+            "head_experts": heads.num_experts if heads else 0,
             "ffn_experts": ffn.num_experts if ffn else 0,
             "ffn_expert_size": ffn.expert_size if ffn else 0,
+            "ffn_shared_size": ffn.granularity.shared_size if ffn else 0,
             self.active_experts_key: layout.active_experts,
-            "head_experts_per_tok": heads.active_experts if ffn else 0,
+            "head_experts_per_tok": heads.active_experts if ffn and heads else 0,
         }
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
@@ -266,34 +275,43 @@ class _DotMoe(TransformersFormat):
 
     def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
         cast(Any, model).config.num_experts_per_tok = active_experts
-        for layer in layers:  # attention only: k is fixed if FFNs are split as well
-            router = model.get_submodule(f"model.layers.{layer}.self_attn.q_proj.router")
-            cast(Any, router).active = active_experts
+        for layer in layers:  # k is fixed if both are split
+            block = cast(Any, model.get_submodule(f"model.layers.{layer}"))
+            router = getattr(block.mlp, "router", None) or block.self_attn.q_proj.router
+            router.active = active_experts
 
     def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
         dense, layout = conversion.dense, conversion.layout
         if layer not in layout.moe_layers:
-            yield from super().layer_tensors(conversion, layer)
+            own = layer_names(dense, layer)
+            if dense.traits.is_own:  # as the stock decoder names them
+                own = [dense.family.stored(dense.config, name).stored for name in own]
+            yield from map(conversion.spec, dict.fromkeys(own))
             return
-        ffn, heads = layout.of_target("ffn"), parts_of(layout)[-1]
-        width, place = head_dim(dense.config), f"model.layers.{layer}."
-        columns_NC = torch.arange(heads.num_neurons * width).view(-1, width)
-        columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
-        axis_of = {"o_proj.weight": 1}
-        # If one norm spans all queries, W_Q is computed in full.
-        if dense.traits.qk_norm != "full":
-            axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
+        ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
+        place, axis_of, columns_EC = f"model.layers.{layer}.", dict[str, int](), torch.empty(0)
+        if heads:
+            width = head_dim(dense.config)
+            columns_NC = torch.arange(heads.num_neurons * width).view(-1, width)
+            columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
+            axis_of = {"o_proj.weight": 1}
+            # If one norm spans all queries, W_Q is computed in full.
+            if dense.traits.qk_norm != "full":
+                axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
+            yield conversion.router(layer, f"{place}self_attn.q_proj.router.weight", heads)
         for name in layer_names(dense, layer, ffn=ffn is None):
             axis = axis_of.get(name.removeprefix(f"{place}self_attn."))
             if axis is None:
                 yield conversion.spec(name)
             else:
                 yield conversion.slices(name, axis, columns_EC, name)
-        yield conversion.router(layer, f"{place}self_attn.q_proj.router.weight", heads)
         if ffn:
             yield conversion.router(layer, f"{place}mlp.router.weight", ffn)
-            names = (f"{place}mlp.experts.gate_up_proj", f"{place}mlp.experts.down_proj")
-            yield from conversion.linears(layer, ffn.neurons_of_expert(layer), names)
+            experts, shared = ffn.neurons_of_expert(layer), ffn.shared_neurons(layer)
+            for block, neurons in (("experts", experts), ("shared", shared)):
+                names = (f"{place}mlp.{block}.gate_up_proj", f"{place}mlp.{block}.down_proj")
+                if neurons.numel():
+                    yield from conversion.linears(layer, neurons, names)
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         shutil.copyfile(CODE, folder / CODE.name)

@@ -16,6 +16,13 @@ GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
 is for measurements, and no help or message names it."""
 
 
+OWN = "dotmoe"
+ONLY_TRANSFORMERS = (
+    f"Format {OWN} runs in Transformers only, with its own code (trust_remote_code=True): vLLM, "
+    "SGLang and llama.cpp cannot load it, and there is no GGUF of it."
+)
+
+
 def explained() -> str:
     """One line for each format: the software that runs it, and whether k can be edited."""
     kinds = {True: "can be edited", False: "is fixed"}
@@ -44,7 +51,8 @@ def formats_like(name: str) -> Mapping[str, Format]:
 def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
     """The format called `name`, or for `auto` and `gguf` the first that can hold the model.
 
-    Of those that can, `auto` and `gguf` take the first with the longest context.
+    Of those that can, `auto` and `gguf` take the first with the longest context; `auto` takes
+    dotmoe, which no server runs, only for a model or split that no other format is for.
     If it cannot hold the model, the error names the formats that can; if none can, `auto` and
     `gguf` give the reason of a format that holds the model split in another way.
     """
@@ -57,10 +65,12 @@ def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dt
     forms = formats_like(name)
     refusals = {each: form.unsupported(dense, split, dtype) for each, form in forms.items()}
     able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
-    able.sort(key=lambda each: -forms[each].context(dense))
+    able.sort(key=lambda each: (each == OWN, -forms[each].context(dense)))
+    may_be_own = dense.traits.is_own or split.targets != "ffn"
+    taken = [each for each in able if each != OWN or may_be_own]
     plain = replace(split, expert_size=64, shared_size=0, first_dense_layers=0)
     native = [n for n in forms if refusals[n] and not forms[n].unsupported(dense, plain, dtype)]
-    chosen = name if name in forms else [*able, *native, *forms][0]
+    chosen = name if name in forms else [*taken, *native, *forms][0]
     if refusal := refusals[chosen]:
         others = f" Formats that can hold it: {', '.join(able)}." if able else ""
         raise UserError(refusal + others)

@@ -22,7 +22,7 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
-from dotmoe.models.family import SILU, DenseModel, Multipliers
+from dotmoe.models.family import SILU, DenseModel, Multipliers, rope_of
 
 BLOCKS = {name: (1, dtype.itemsize) for name, dtype in DTYPES.items()}
 BLOCKS |= {"Q8_0": (32, 34), "Q4_0": (32, 18)}
@@ -70,7 +70,8 @@ class ExportConfig:
     format: str = "auto"
     """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
     or auto: the first of these that can hold the model in its whole context. Experts made of
-    heads need format dotmoe, which only Transformers runs, with code that the export contains.
+    heads, and families whose decoder no stock MoE has, need format dotmoe, which only Transformers
+    runs, with code that the export contains.
     From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the written weights. `source` keeps every dense tensor's own dtype, bit for bit, but
@@ -245,7 +246,7 @@ def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]
 
 def yarn_notes(config: Any) -> list[str]:
     """A sentence if YaRN stretches the context further than the config states."""
-    rope, stated = config.rope_parameters, config.max_position_embeddings
+    rope, stated = rope_of(config), config.max_position_embeddings
     if rope["rope_type"] != "yarn":
         return []
     reach = int(rope["factor"] * rope["original_max_position_embeddings"])
@@ -282,8 +283,10 @@ class Format(ABC):
     def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         """One sentence that states why this split cannot be exported exactly, or None."""
         traits, config = dense.traits, dense.config
+        if traits.is_own:
+            return f"No stock MoE computes as {config.model_type} does. Choose --format dotmoe."
         biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias
-        rope = config.rope_parameters["rope_type"]
+        rope = rope_of(config)["rope_type"]
         usual_width = config.hidden_size // config.num_attention_heads
         features = {
             f"{biases} biases": biases,
@@ -299,7 +302,11 @@ class Format(ABC):
             "dense layers": split.first_dense_layers,
         }
         present = {name for name, is_present in features.items() if is_present}
-        for name in sorted(present.difference(self.supports, self.requires)):
+        # The first in the order above; what a decoder of its own has besides says little.
+        missing = [
+            name for name in features if name in present.difference(self.supports, self.requires)
+        ]
+        for name in missing[:1] if traits.is_own else sorted(missing):
             return f"{dense.source} has {name}, which {self.name} cannot hold."
         for name in sorted(set(self.requires) - present):
             return f"{dense.source} has no {name}, which {self.name} requires."

@@ -21,7 +21,7 @@ DEFAULT_ACTIVE = 0.5
 """Share of the experts that run by default, half of them always: what keeps a real LLM useful."""
 PAPER_HEADS, PAPER_ACTIVE_ATTENTION = 2, 0.5
 """The same for experts of query heads (sec:attention_moe, tab:attention_moe_results)."""
-FEWEST_DEFAULT_EXPERTS = 16
+FEWEST_DEFAULT_EXPERTS = 32
 """Minimum number of experts of the default split: few experts leave the router little choice."""
 GROUPED_MATMUL_BYTES = 16
 """Stock Transformers runs experts by a grouped matrix product whose strides are multiples of this:
@@ -228,9 +228,9 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
 def default_expert_size(ffn_width: int) -> int:
     """Size of the experts if none is given.
 
-    Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 16
+    Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 32
     experts: the largest multiple of 8, else of 4, else the largest; `GROUPED_MATMUL_BYTES` explains
-    why. Raises a `UserError` if the width is below 16 neurons.
+    why. Raises a `UserError` if the width is below 32 neurons.
     """
     largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
     if not largest:

@@ -388,7 +388,8 @@ class _Streams:
                     wanted_TD = missing_TD + norm(product_TD)
                     wanted[part.start] = wanted_TD.to(self._dense.hidden_BTD)
                 if self._traits.norms_after:
-                    missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
+                    gain_D = self._model.family.gain(norm)
+                    missing_TD, scale_T = _before_norm(missing_TD, product_TD, gain_D)
                     weight_T = weight_T / scale_T.square()
                 sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
         nothing = torch.empty(0)
@@ -410,7 +411,9 @@ class _Streams:
     def _norm(self, index: int, target: Target) -> nn.Module:
         """The norm (or identity) between a part and the stream, before a residual multiplier."""
         norms_after, layer = self._traits.norms_after, self._layers[index]
-        return layer.get_submodule(target.norm_after) if norms_after else nn.Identity()
+        ffn_norm, is_ffn = self._model.family.ffn_norm_after, target.name == "ffn"
+        name = ffn_norm if is_ffn else target.norm_after
+        return layer.get_submodule(name) if norms_after else nn.Identity()
 
     def _after_attention(self, index: int) -> nn.Module:
         """The module that is called with the stream between attention and FFN."""
@@ -448,9 +451,9 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
     return torch.cat([tokens_BT[~is_heldout], tokens_BT[is_heldout]]), int((~is_heldout).sum())
 
 
-def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+def _before_norm(missing_TD: Tensor, product_TD: Tensor, gain_D: Tensor) -> tuple[Tensor, Tensor]:
     """What a product lacks before a norm, if its size stays what it is; and that size, [T]."""
-    scale_T, gain_D = product_TD.square().mean(1).sqrt(), norm.weight.float()
+    scale_T = product_TD.square().mean(1).sqrt()
     scale_T = scale_T.clamp_min(float(scale_T.median()) / _LARGEST_WEIGHT + 1e-30)
     power_D = gain_D.square()  # damped: a gain near zero asks for next to nothing
     return missing_TD * scale_T[:, None] * gain_D / (power_D + 0.01 * power_D.mean()), scale_T

@@ -148,7 +148,7 @@ def expert_sums(
         gate_TN, up_TN = x_TD @ gate_ND.T, x_TD @ up_ND.T
         return masked_activation(gate_TN, up_TN, mask_TE, expert_N, None, activation) @ down_ND
     order_R = chosen_TK.flatten().argsort(stable=True)
-    counts_E = torch.bincount(chosen_TK.flatten(), minlength=num_experts)
+    counts_E = (mask_TE > 0).sum(0)
     x_RD = x_TD[order_R // num_chosen]
     # Each row belongs to one expert, whose entry of the mask applies to all its neurons.
     one_S = torch.zeros(gate_ESD.shape[1], dtype=torch.long, device=x_TD.device)

@@ -69,8 +69,11 @@ class DecoderTraits:
     """Whether the attention's output projection has a bias."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys: none, on each head, or over all heads at once."""
+    is_own: bool = False
+    """Whether these traits leave out how the decoder computes; see `Family.is_own`."""
     norms_after: bool = False
-    """Whether RMSNorms follow attention and FFN, in the residual branch, not precede them."""
+    """Whether RMSNorms follow attention and FFN, in the residual branch; none precede them, except
+    in a decoder of its own."""
     sliding_window: int | None = None
     """Size of the attention window in tokens; None for full attention."""
     all_slide: bool = True
@@ -126,12 +129,21 @@ class Family:
     model_type: str
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stored projections that hold the rows of several, which stay fused in memory."""
+    is_own: bool = False
+    """Whether its decoder is none that its traits describe: only format dotmoe, which keeps the
+    stock decoder, computes the same."""
+    ffn_norm_after: str = "post_feedforward_layernorm"
+    """Name of the norm after the FFN, if a layer has one."""
+    norm_offset: float = 0.0
+    """What norms add to their weights."""
 
     def unsupported(self, config: Any) -> str | None:
         """Why this config cannot be converted exactly (with the remedy), or None."""
         if (name := activation_name(config)) not in ACTIVATIONS:
             known = "SiLU or tanh GELU. Choose a SwiGLU or GeGLU model"
             return f"hidden_act is {name!r}, not {known}."
+        if stated(config, "final_logit_softcapping") is not None:
+            return "final_logit_softcapping is set, which losses do not have. Choose another model."
         if getattr(config, "mlp_bias", False):
             return "mlp_bias is true, but no stock MoE has it. Choose a model without it."
         return None
@@ -152,7 +164,8 @@ class Family:
             qkv_bias="self_attn.q_proj.bias" in shapes,
             output_bias="self_attn.o_proj.bias" in shapes,
             qk_norm="none" if not norm else "head" if norm == (width,) else "full",
-            norms_after="input_layernorm.weight" not in shapes,
+            is_own=self.is_own,
+            norms_after=hasattr(layer, self.ffn_norm_after),
             sliding_window=window if "sliding_attention" in kinds else None,
             all_slide="full_attention" not in kinds,
             activation=ACTIVATIONS[activation_name(config)].name,
@@ -179,6 +192,10 @@ class Family:
         gate, up = slice(0, width), slice(width, 2 * width)
         fused = mlp.gate_up_proj
         return GatedFFN(Rows(fused, gate), Rows(fused, up), mlp.down_proj, activation)
+
+    def gain(self, norm: nn.Module) -> Tensor:
+        """What an RMSNorm multiplies by, [D], float32."""
+        return cast(Tensor, norm.weight).float() + self.norm_offset
 
     def trunk(self, model: nn.Module) -> nn.Module:
         """The module from token ids to the hidden states that the head reads."""
@@ -222,11 +239,25 @@ _LLAMA_LIKE = (
 )
 FAMILIES = {name: Family(model_type=name) for name in _LLAMA_LIKE}
 FAMILIES["phi3"] = Family(model_type="phi3", fused=_FUSED)
+FAMILIES |= {name: Family(model_type=name, is_own=True) for name in ("smollm3", "olmo3", "exaone4")}
+FAMILIES["glm4"] = Family(
+    model_type="glm4",
+    is_own=True,
+    fused={"gate_up_proj": ("gate_proj", "up_proj")},
+    ffn_norm_after="post_mlp_layernorm",
+)
+FAMILIES["gemma3_text"] = Family(model_type="gemma3_text", is_own=True, norm_offset=1.0)
 
 
 def stated(config: Any, key: str, default: Any = None) -> Any:
     """Value of a key that the config's class declares; keys of other classes are ignored."""
     return getattr(config, key) if hasattr(type(config), key) else default
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """Parameters of the rotary embeddings; those of full attention if kinds of layers differ."""
+    rope: dict[str, Any] = config.rope_parameters
+    return rope if "rope_type" in rope else rope["full_attention"]
 
 
 def activation_name(config: Any) -> str:
@@ -464,8 +495,11 @@ def compute_constants(model: nn.Module, device: torch.device) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             buffers = {key for key, _ in child.named_buffers(recurse=False)}
-            if buffers - child.state_dict().keys():
-                setattr(parent, name, type(child)(config).to(device))
+            if "embed_scale" in buffers:
+                child.embed_scale = torch.tensor(child.scalar_embed_scale, device=device)
+            elif buffers - child.state_dict().keys():
+                own = getattr(child, "config", config)
+                setattr(parent, name, type(child)(own).to(device))
 
 
 def num_parameters(module: nn.Module) -> int:

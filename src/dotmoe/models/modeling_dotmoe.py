@@ -1,4 +1,4 @@
-"""A dense decoder that runs some query heads per token, and whose FFNs may consist of experts.
+"""A dense decoder whose FFNs consist of experts, or that runs some query heads per token, or both.
 
 This file needs only torch and transformers, and is part of every checkpoint of `model_type` dotmoe;
 importing it from dotmoe registers its classes. The decoder is the stock one of the dense model's
@@ -27,7 +27,7 @@ from transformers.utils import can_return_tuple
 
 
 class DotMoeConfig(PreTrainedConfig):
-    """The dense model's config, and for each layer the heads of every expert."""
+    """The dense model's config, and the sizes of the experts or the heads in each of them."""
 
     model_type = "dotmoe"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -36,13 +36,17 @@ class DotMoeConfig(PreTrainedConfig):
     """Model type of the dense decoder; this config has all its keys."""
     heads_of_experts: Any = ()
     """For each layer one list: the query heads of expert 0, then of expert 1 and so on; None for a
-    dense layer."""
+    dense layer. Empty if attention is not split."""
+    first_dense_layers: int = 0
+    """Leading layers that are not split."""
     head_experts: int = 0
     """Number of experts made of heads in a layer."""
     ffn_experts: int = 0
     """Number of experts of an FFN; 0: FFNs are dense."""
     ffn_expert_size: int = 0
     """Number of neurons of an FFN's expert."""
+    ffn_shared_size: int = 0
+    """Number of neurons of an FFN's shared expert, which runs for every token."""
     num_experts_per_tok: int = 0
     """Number of FFN experts that run per token; if FFNs are dense, of experts made of heads."""
     head_experts_per_tok: int = 0
@@ -132,13 +136,13 @@ class HeadOutputs(nn.Module):
 class Experts(nn.Module):
     """FFN experts in the layout that the stock expert implementations of Transformers run."""
 
-    def __init__(self, config: DotMoeConfig) -> None:
+    def __init__(self, config: DotMoeConfig, act_fn: nn.Module) -> None:
         super().__init__()
         self.num_experts = experts = config.ffn_experts
         size, width = config.ffn_expert_size, config.hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * size, width))
         self.down_proj = nn.Parameter(torch.empty(experts, width, size))
-        self.act_fn = nn.SiLU()
+        self.act_fn = act_fn
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs for each token, as in Mixtral."""
@@ -147,20 +151,39 @@ class Experts(nn.Module):
         return (outputs_TKD * top_k_weights.unsqueeze(-1)).sum(dim=1)
 
 
+class SharedExpert(nn.Module):
+    """Neurons that run for every token."""
+
+    def __init__(self, config: DotMoeConfig, act_fn: nn.Module) -> None:
+        super().__init__()
+        size, width = config.ffn_shared_size, config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(2 * size, width))
+        self.down_proj = nn.Parameter(torch.empty(width, size))
+        self.act_fn = act_fn
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Map [T, D] to [T, D]."""
+        gate, up = F.linear(x_TD, self.gate_up_proj).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj)
+
+
 class ExpertFFN(nn.Module):
     """An FFN made of experts, whose outputs are summed with weight 1."""
 
-    def __init__(self, config: DotMoeConfig) -> None:
+    def __init__(self, config: DotMoeConfig, act_fn: nn.Module) -> None:
         super().__init__()
         active, width = config.num_experts_per_tok, config.hidden_size
         self.router = Router(config.ffn_experts, active, width)
-        self.experts = Experts(config)
+        self.experts = Experts(config, act_fn)
+        self.shared = SharedExpert(config, act_fn) if config.ffn_shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
         x_TD = x.reshape(-1, x.shape[-1])
         chosen_TK = self.router(x_TD)
         output: Tensor = self.experts(x_TD, chosen_TK, torch.ones_like(chosen_TK, dtype=x.dtype))
+        if self.shared is not None:
+            output = output + self.shared(x_TD)
         return output.view(x.shape)
 
 
@@ -187,7 +210,7 @@ def by_expert(rows: Tensor, chosen_TK: Tensor, weight_EBA: Tensor) -> Tensor:
 
 
 class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
-    """The stock decoder of a family with experts made of query heads, and its LM head."""
+    """The stock decoder of a family with experts made of neurons or heads, and its LM head."""
 
     config_class = DotMoeConfig
     base_model_prefix = "model"
@@ -200,15 +223,18 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
         dense = MODEL_FOR_CAUSAL_LM_MAPPING[type(dense_config)](dense_config)
         self.model, self.lm_head = dense.model, dense.lm_head
         for index, layer in enumerate(self.model.layers):
-            if config.heads_of_experts[index] is None:
+            heads = config.heads_of_experts
+            if index < config.first_dense_layers or (heads and heads[index] is None):
                 continue
-            attention = layer.self_attn
-            q_norm = getattr(attention, "q_norm", None)
-            whole = q_norm is not None and q_norm.weight.numel() == attention.q_proj.out_features
-            attention.q_proj = HeadQueries(attention.q_proj, config, index, whole=whole)
-            attention.o_proj = HeadOutputs(attention.o_proj, attention.q_proj)
+            if heads:
+                attention = layer.self_attn
+                q_norm, rows = getattr(attention, "q_norm", None), attention.q_proj.out_features
+                whole = q_norm is not None and q_norm.weight.numel() == rows
+                attention.q_proj = HeadQueries(attention.q_proj, config, index, whole=whole)
+                attention.o_proj = HeadOutputs(attention.o_proj, attention.q_proj)
             if config.ffn_experts:
-                layer.mlp = ExpertFFN(config)
+                act_fn = getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn
+                layer.mlp = ExpertFFN(config, act_fn)
         self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]

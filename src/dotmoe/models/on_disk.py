@@ -136,11 +136,12 @@ def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
     """Config of a model with one layer of the same kind as `layer`; None: without layers."""
     kept = [] if layer is None else [layer]
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
-    for key in ("layer_types", "heads_of_experts"):
+    for key in ("layer_types", "no_rope_layers", "heads_of_experts"):
         if plain.get(key):
             changed[key] = [plain[key][index] for index in kept]
-    if leading := plain.get("first_k_dense_replace"):
-        changed["first_k_dense_replace"] = sum(index < leading for index in kept)
+    for key in ("first_k_dense_replace", "first_dense_layers"):
+        if leading := plain.get(key):
+            changed[key] = sum(index < leading for index in kept)
     if plain.get("mlp_only_layers"):
         changed["mlp_only_layers"] = [0] if layer in plain["mlp_only_layers"] else []
     return plain | changed

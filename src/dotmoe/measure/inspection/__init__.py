@@ -16,7 +16,7 @@ from dotmoe.common.options import HOW, at_least, check
 from dotmoe.common.tables import in_time
 from dotmoe.export import settled_experts
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.choice import format_for
+from dotmoe.export.choice import ONLY_TRANSFORMERS, OWN, format_for
 from dotmoe.export.format import EXPORTED, yarn_notes
 from dotmoe.export.llama_cpp import most_active_experts_of
 from dotmoe.export.transformers_format import TransformersFormat, limits_met
@@ -33,7 +33,7 @@ from dotmoe.method.finetuning import FinetuneConfig
 from dotmoe.method.granularity import Granularity, splits_of
 from dotmoe.method.repair import RepairConfig
 from dotmoe.models.checkpoint import Tensors
-from dotmoe.models.family import DenseModel, family_of, meta_model
+from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig
 
@@ -225,10 +225,10 @@ def _warnings(
 ) -> list[str]:
     """Warnings about one conversion; what the export would refuse comes first."""
     split, widths, traits = sizes.split, sizes.widths, sizes.traits
-    of_neurons, served = split.target == "ffn", not sizes.has_heads
+    of_neurons, served = split.target == "ffn", isinstance(form, str) or form.name != OWN
     size, active = split.expert_size, split.active_experts
     context = widths.context if isinstance(form, str) else form.context(dense)
-    rope_type = dense.config.rope_parameters["rope_type"]
+    rope_type = rope_of(dense.config)["rope_type"]
     only_llama = rope_type in ("llama3", "yarn") or traits.output_bias  # not in gguf_glm4moe
     most = most_active_experts_of(traits, split, widths.layers, 5 if only_llama else 8)
     sentences = {
@@ -241,9 +241,7 @@ def _warnings(
             options.export.export_dtype == "source" and sizes.stored == torch.float16
         ),
         f"Export refuses this: {form}": isinstance(form, str),
-        "Only some attention heads run per token, which no server supports: the checkpoint runs "
-        "only in Transformers, with its own code (trust_remote_code=True). vLLM, "
-        "SGLang and llama.cpp cannot load it, and there is no GGUF of it.": sizes.has_heads,
+        ONLY_TRANSFORMERS: not served,
         f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a GGUF "
         "of it is refused. With larger experts fewer run.": served and active > most,
         f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "

@@ -128,14 +128,24 @@ class Step:
 
 
 def step_memory(step: Step) -> Items:
-    """Peak memory of one optimizer step on one GPU, in the backward of a micro-batch."""
+    """Peak memory of one optimizer step on one GPU, in the backward of a micro-batch or at its end.
+
+    `tests/inspection/test_simulated_memory.py` compares it with the step itself on fake tensors.
+    """
     sizes, counts, width = step.sizes, step.sizes.counts, step.sizes.widths.model
     tokens, layers = step.micro_batch_size * step.seq_len, sizes.widths.layers
     stream, layer = step.held * width * tokens, kept_per_token(step) * tokens
     kept = layers * stream + layer if step.checkpointing else layers * layer
     weights, working = counts.dense_total, FFN_TENSORS_IN_BACKWARD * step.neurons
     if step.sharded and step.ranks > 1:
-        weights = gathered(sizes) + (step.train != "everything") * step.part(weights)
+        weights = step.part(weights)
+    if not step.is_alignment and step.held < FLOAT32:
+        # Cast layer by layer, as if gathered; embedding and head stay to the end of the step.
+        in_layers = min(2, layers) * sizes.layer_parameters
+        whole = in_layers + counts.input_embedding + counts.output_head
+        weights = whole + (step.train != "everything") * weights
+    elif step.sharded and step.ranks > 1:
+        weights += gathered(sizes)
     if step.train == "lora":
         # The sum of an expert's weights and its adapters stays for the layer's backward.
         weights += counts.ffn_total // (layers if step.checkpointing else 1)
@@ -150,18 +160,32 @@ def step_memory(step: Step) -> Items:
         is_divided = step.sharded and step.train == "everything"
         own = step.part(step.trained) if is_divided else step.trained
         trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
-        working += ROWS_IN_BACKWARD * sizes.split.active_experts * width
+        if step.train == "everything":
+            trained["gradient of the head"] = FLOAT32 * sizes.widths.vocabulary * width
+        trains_experts = step.train in ("everything", "lora")  # else their inputs are not kept
+        working += (ROWS_IN_BACKWARD - 1 + trains_experts) * sizes.split.active_experts * width
     # One chunk of logits: three tensors in float32, and the logits themselves if in 16 bits.
     vocabulary = sizes.widths.vocabulary
     rows = min(tokens, chunk_rows(vocabulary, on_cpu=step.on_cpu))
     chunk = rows * vocabulary * (3 * FLOAT32 + step.held * (step.held < FLOAT32))
-    return {
+    peak = {
         "dense weights": step.held * weights,
         **trained,
         "activations kept for the backward": kept,
         "buffers of one layer, or one chunk of logits": max(step.held * working * tokens, chunk),
         "hidden states": (3 if step.is_alignment else 2) * stream,
     }
+    if step.train == "everything" and step.held < FLOAT32:
+        # At the end of the backward FSDP sums the gradients of embedding and head in float32.
+        ends = counts.input_embedding + counts.output_head
+        last = {
+            "dense weights": step.held * ends,
+            "trained weights in float32, gradients, Adam": 4 * FLOAT32 * own,
+            "gradients of embedding and head": (step.held + FLOAT32) * ends
+            + FLOAT32 * (step.part(ends) if step.sharded else ends),
+        }
+        return max(peak, last, key=lambda items: sum(items.values()))
+    return peak
 
 
 def gathered(sizes: Sizes) -> int:

@@ -17,7 +17,7 @@ from dotmoe.method.finetuning import write_weights
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.rivals.pruning import two_of_four
 from dotmoe.rivals.pruning.by_curvature import k_obd, llm_surgeon, require_memory
-from dotmoe.rivals.pruning.contract import Pruned
+from dotmoe.rivals.pruning.contract import Pruned, refusing
 from dotmoe.rivals.pruning.contract import PruneInputs as PruneInputs
 from dotmoe.rivals.pruning.disp_llm import disp_llm
 from dotmoe.rivals.pruning.llm_pruner import llm_pruner, require_separate_heads
@@ -67,6 +67,11 @@ else:
     PruningName = Literal[(*PRUNING,)]
 
 
+require_described = refusing(
+    lambda traits: traits.is_own, "a decoder of its own, which no pruning method knows"
+)
+
+
 @torch.no_grad()
 def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     """Prune a model by a method of `PRUNING`, to the wanted number of parameters if it can.
@@ -80,6 +85,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     """
     inputs.dense.require("memory")
     chosen, total, started = PRUNING[method], num_parameters(inputs.dense.model), time.monotonic()
+    require_described(inputs.dense, inputs.dense.device)
     chosen.require(inputs.dense, inputs.dense.device)
     pruned = chosen.prune(inputs)
     tokens = inputs.tokens_BT.numel()

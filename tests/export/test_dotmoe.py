@@ -1,0 +1,102 @@
+"""Format dotmoe with experts of neurons alone. Oracles: the masked dense model, the dense one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from dotmoe.common.errors import UserError
+from dotmoe.export import ExportConfig, require_exportable
+from dotmoe.export.record import set_active_experts
+from dotmoe.method.granularity import Granularity
+from export.comparison import logits_of, masked_logits, stock_logits
+
+TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+TYPES |= {"sliding_window": 16, "num_hidden_layers": 3}
+OWN = {
+    "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+    "olmo3": TYPES,
+    "exaone4": TYPES,
+    "glm4": {"num_hidden_layers": 3, "head_dim": 16},
+    "gemma3_text": TYPES | {"head_dim": 24, "tied": True},
+}
+"""Families whose decoder no stock MoE has: rope, windows and norms differ by layer."""
+SPLITS = ({}, {"shared_size": 24, "dense_layers": 1, "num_experts": 9})
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("family", OWN)
+def test_it_computes_the_masked_model_with_and_without_a_cache(
+    family, split, dense_of, exported, tokens_BT
+):
+    dense, rows = dense_of(family, **OWN[family]), tokens_BT[:2, :40]
+    made = exported(dense, split)
+    assert (made.record.format, made.record.problems) == ("dotmoe", [])
+    assert "Only Transformers can load it" in made.record.notes[0]
+    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32).eval()
+    expected = masked_logits(dense, made.layout, rows)
+    with torch.no_grad():
+        close(model(rows).logits, expected)
+        first = model(rows[:, :9], use_cache=True)
+        found, cache = [first.logits], first.past_key_values
+        for place in range(9, 40):
+            found.append(model(rows[:, place : place + 1], past_key_values=cache).logits)
+        close(torch.cat(found, dim=1), expected)
+    set_active_experts(made.folder, made.layout.num_experts)
+    close(stock_logits(made.folder, rows), logits_of(dense.model, rows))
+
+
+@pytest.mark.parametrize("family", ["smollm3", "gemma3_text"])
+def test_in_bfloat16_it_differs_from_masked_as_little_as_that_from_float32(
+    family, dense_of, exported, layout_of, tokens_BT
+):
+    dense = dense_of(family, dtype="bfloat16", **OWN[family])
+    half = dense_of(family, dtype="bfloat16", load_dtype="bfloat16", **OWN[family])
+    made = exported(dense, {"dtype": torch.bfloat16})
+    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.bfloat16).eval()
+    found, exact, masked = (
+        logits_of(model, tokens_BT).float(),
+        masked_logits(dense, made.layout, tokens_BT),
+        masked_logits(half, made.layout, tokens_BT).float(),
+    )
+
+    def median(error):
+        return float(error.abs().mean(dim=-1).median())
+
+    assert median(found - exact) < 1.5 * median(masked - exact)
+
+
+def test_what_it_costs_is_said_before(command, tiny_dense, dense_of, caplog):
+    model = tiny_dense("smollm3", **OWN["smollm3"])
+    assert "SGLang and llama.cpp cannot load" in " ".join(command("inspect", model).out.split())
+    split = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    require_exportable(dense_of("smollm3", **OWN["smollm3"]), split, ExportConfig())
+    assert "SGLang and llama.cpp cannot load" in caplog.text
+
+
+def test_only_the_chosen_experts_are_multiplied(dense_of, exported):
+    made = exported(dense_of("smollm3", **OWN["smollm3"]), {"active_experts": 3})
+    model = AutoModelForCausalLM.from_pretrained(made.folder, experts_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model.layers[0].mlp(torch.randn(1, 10, 64))
+    assert counter.get_total_flops() == 2 * 10 * (64 * 12 + 3 * 3 * 64 * 8)
+
+
+def test_it_holds_stock_families_if_asked_and_other_formats_say_why_not(
+    dense_of, exported, tokens_BT
+):
+    made = exported("llama", {"shared_size": 24, "num_experts": 9}, format="dotmoe")
+    close(stock_logits(made.folder, tokens_BT), masked_logits(made.dense, made.layout, tokens_BT))
+    dense = dense_of("olmo3", **OWN["olmo3"])
+    split = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    with pytest.raises(UserError, match=r"computes as olmo3.*--format dotmoe"):
+        require_exportable(dense, split, ExportConfig(format="glm4_moe"))
+    heads = replace(split, num_experts=4, expert_size=1, target="attention")
+    with pytest.raises(UserError, match="Set targets to ffn"):
+        require_exportable(dense, heads, ExportConfig(format="dotmoe"))
