@@ -19,7 +19,7 @@ from dotmoe.measure.inspection.tables import render
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.repair import RepairConfig
 from dotmoe.run.config import recipe
-from runs import TINY_CONVERT
+from runs import TINY_CONVERT, TINY_FINETUNE
 from runs import words as words_of
 
 EXACT = [
@@ -238,3 +238,23 @@ def test_a_run_records_the_repair_that_its_time_allowed_and_resumes_with_it(
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (record["time"], record["repairing"]["repair_epochs"]) == ("1d", 3)
     assert run([*map(str, line)]) == 0
+
+
+def test_a_training_that_does_not_fit_says_what_it_changes(
+    tiny_dense, text_file, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("dotmoe.pipeline.memory_of", lambda device: 0)
+    of_run = {**TINY_CONVERT, "data": [text_file]}
+    assert run(words_of("convert", tiny_dense("llama"), tmp_path / "run", **of_run)) == 0
+    tuning = TINY_FINETUNE | {"recipe": "small", "seq_len": 32}
+    assert run(words_of("finetune", tmp_path / "run", tmp_path / "tuned", **tuning)) == 0
+    said = capsys.readouterr().err
+    assert said.count("by estimate: activation_checkpointing is on, micro_batch_size 1") == 2
+    monkeypatch.undo()
+    of_run |= {"micro_batch_size": 1, "activation_checkpointing": []}
+    assert run(words_of("convert", tiny_dense("llama"), tmp_path / "stated", **of_run)) == 0
+    chosen, stated = (
+        [json.loads(line)["loss"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("run/2_align/metrics.jsonl", "stated/2_align/metrics.jsonl")
+    )
+    assert chosen == stated

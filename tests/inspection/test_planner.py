@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dotmoe.measure.inspection.planner import (
     ACCELERATORS,
     USABLE_SHARE,
+    fitting,
     most_at_once,
     products,
     traffic,
@@ -129,3 +130,24 @@ def test_only_active_experts_cost_products_in_finetuning():
 
 def test_finetuning_has_its_own_budget():
     assert planned(llama_3_8b(), task="finetune")["tokens"] == 4_578 * 128 * 2_048
+
+
+@pytest.mark.parametrize("train", ["assignment", "everything"])
+def test_a_step_that_does_not_fit_recomputes_then_takes_fewer_sequences(train):
+    one = step(sizes(llama_3_8b()), train=train, micro_batch_size=8)
+
+    def needed(**changes):
+        return sum(step_memory(replace(one, **changes)).values()) / USABLE_SHARE + 1
+
+    plain, again = needed(), needed(checkpointing=True)
+    assert fitting(one, plain) == one
+    assert (
+        fitting(one, plain, beside=10**9) == fitting(one, again) == replace(one, checkpointing=True)
+    )
+    least = replace(one, checkpointing=True, micro_batch_size=1)
+    for size in (4, 2, 1):
+        changes = {"checkpointing": True, "micro_batch_size": size}
+        if needed(**changes) < again:  # else both have the same peak, at the end of the backward
+            assert fitting(one, needed(**changes)) == replace(one, **changes)
+            again = needed(**changes)
+    assert fitting(one, 0) == least

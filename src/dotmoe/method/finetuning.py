@@ -282,6 +282,19 @@ class Finetuning(Objective):
             self.model._get_fsdp_state()._root_post_backward_final_callback()
 
 
+def computed_in(
+    dense: DenseModel, config: FinetuneConfig, load: LoadConfig
+) -> tuple[torch.dtype, bool]:
+    """The dtype that a finetuning computes in, and whether its ranks shard the weights."""
+    device, stored = resolved_device(load.device), Tensors.of(dense).dtype
+    dtype = dtype_for(dense, load, device)
+    # Weight, gradient and two moments in float32 are 16 bytes per trained parameter.
+    num_bytes = 16 if config.train == "everything" else stored.itemsize
+    num_bytes *= num_parameters(dense.model)
+    shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
+    return (stored if dtype == "auto" else dtype), shard
+
+
 def finetune(
     dense: DenseModel,
     layout: ExpertLayout,
@@ -307,14 +320,8 @@ def finetune(
     dtype of computation is float16.
     """
     device = resolved_device(load.device)
-    stored = Tensors.of(dense).dtype
-    dtype = dtype_for(dense, load, device)
-    dtype = stored if dtype == "auto" else dtype
+    dtype, shard = computed_in(dense, config, load)
     raise_on_all_ranks(lambda: require_trainable(dtype))
-    # Weight, gradient and two moments in float32 are 16 bytes per trained parameter.
-    num_bytes = 16 if config.train == "everything" else stored.itemsize
-    num_bytes *= num_parameters(dense.model)
-    shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
     teacher = None
     if config.kl_weight > 0 and (config.train == "everything" or origin is not None):
         how = replace(load, sharding="shard" if shard else "replicate")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -18,6 +18,8 @@ from torch import Tensor
 from dotmoe.common.distributed import (
     broadcast_from_rank_zero,
     is_rank_zero,
+    memory_of,
+    num_ranks,
     process_group,
     raise_on_all_ranks,
     require_equal_shares,
@@ -32,15 +34,17 @@ from dotmoe.export import export, export_dtype, require_exportable, settled_expe
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.measure.evaluate import perplexity
 from dotmoe.measure.inspection import chosen_in_time
+from dotmoe.measure.inspection.planner import fitting
+from dotmoe.measure.inspection.sizes import Sizes, Step
 from dotmoe.measure.report.page import html_report
-from dotmoe.method.align import Alignment, align
+from dotmoe.method.align import AlignConfig, Alignment, align
 from dotmoe.method.calibrate import (
     OUTLIER_TOKENS,
     calibrate,
     leading_outliers,
     pruning_errors,
 )
-from dotmoe.method.finetuning import LAYOUT, trained_model
+from dotmoe.method.finetuning import LAYOUT, FinetuneConfig, computed_in, trained_model
 from dotmoe.method.finetuning import finetune as train
 from dotmoe.method.granularity import Granularity, count_parameters, splits_of
 from dotmoe.method.layout import AlignState, ExpertLayout, extract
@@ -66,6 +70,8 @@ from dotmoe.text.tokenise import (
     write_windows,
 )
 from dotmoe.training.folder import OnStep
+
+Training = TypeVar("Training", AlignConfig, FinetuneConfig)
 
 _STATE, _DENSE_LAYERS = "state.safetensors", "dense_layers.json"
 
@@ -512,12 +518,57 @@ def _align(run: _Run, dense: DenseModel, split: Granularity, start: AlignState) 
     def make(folder: Path) -> AlignState:
         if not config.align.steps:
             return start
-        how, blocks = (config.align, config.assignment), run.text.training
+        dtype, blocks = next(dense.model.parameters()).dtype, run.text.training
+        align_how = _fitting(run, dense, split, config.align, (dtype, dense.weights == "shards"))
+        how = align_how, config.assignment
         task = Alignment(dense, blocks, start, split, *how, seed=config.seed)
         with run.training_bar("align") as on_step:
             return align(task, folder, config.training, on_step)
 
     return run.state("align", dense.device, make)
+
+
+def _fitting(
+    run: _Run,
+    dense: DenseModel,
+    split: Granularity,
+    how: Training,
+    placed: tuple[torch.dtype, bool],
+) -> Training:
+    """The options of a training, the same on all ranks, with what makes its step fit the device.
+
+    `placed` is the dtype that it computes in, and whether ranks shard the weights.
+    """
+    device, (dtype, sharded) = resolved_device(run.config.load.device), placed
+    train = how.train if isinstance(how, FinetuneConfig) else "assignment"
+
+    def fitted() -> tuple[bool, int]:
+        sizes = Sizes(dense.config, split, stored=dtype, written=dtype)
+        step = Step(
+            sizes=sizes,
+            batch_size=how.batch_size,
+            seq_len=run.text.training.seq_len,
+            micro_batch_size=min(how.micro_batch_size, how.batch_size // num_ranks()),
+            held=4 if dtype.itemsize == 4 else 2,
+            train=train,  # type: ignore[arg-type]
+            on_cpu=device.type == "cpu",
+            checkpointing=how.activation_checkpointing,
+            ranks=num_ranks(),
+            sharded=sharded,
+        )
+        has_teacher = train == "everything" and how.kl_weight > 0
+        teacher = has_teacher * step.held * sizes.counts.dense_total
+        chosen = fitting(step, memory_of(device), step.part(teacher) if sharded else teacher)
+        if chosen != step:
+            run.progress.log(
+                f"a step would not fit into memory, by estimate: activation_checkpointing is on, "
+                f"micro_batch_size {chosen.micro_batch_size}"
+            )
+        return chosen.checkpointing, chosen.micro_batch_size
+
+    checkpointing, size = broadcast_from_rank_zero(fitted)
+    size = min(how.micro_batch_size, size)
+    return replace(how, activation_checkpointing=checkpointing, micro_batch_size=size)
 
 
 def _extract(
@@ -570,12 +621,14 @@ def _train(run: _Run, dense: DenseModel, source: FinishedRun) -> ExpertLayout:
         start, origin = raise_on_all_ranks(source.described), dense
 
     def make(folder: Path) -> ExpertLayout:
+        split, placed = source.layout.granularity, computed_in(start, config.finetune, config.load)
+        how = _fitting(run, start, split, config.finetune, placed)
         with run.training_bar(f"finetune ({config.finetune.train})") as on_step:
             return train(
                 start,
                 source.layout,
                 run.text.training,
-                config.finetune,
+                how,
                 folder=folder,
                 seed=config.seed,
                 load=config.load,

@@ -278,6 +278,20 @@ def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict
     }
 
 
+def fitting(step: Step, memory_bytes: int, beside: int = 0) -> Step:
+    """The step if it fits into a device with `beside` bytes in use, else as a change lets it fit.
+
+    Tried are activation checkpointing, then smaller micro-batches with it; the last one is of one
+    sequence, whether it fits or not.
+    """
+    ways, size = [step], step.micro_batch_size
+    while size:
+        ways.append(replace(step, checkpointing=True, micro_batch_size=size))
+        size //= 2
+    free = USABLE_SHARE * memory_bytes - beside
+    return next((way for way in ways if sum(step_memory(way).values()) <= free), ways[-1])
+
+
 def most_at_once(step: Step, machine: Accelerator) -> int:
     """The largest micro-batch with which a step fits on each GPU; 0 if none fits."""
 
