@@ -183,6 +183,8 @@ def test_inspect_takes_what_convert_takes_and_plans_exactly_that(tmp_path, capsy
     fewer = plan("--repair-tokens", "4096", "--repair-epochs", "0", "--dtype", "float32")
     assert fewer["conversions"][0]["stages"][3]["memory"]["dense weights"] == 4 * 8_030_261_248
     assert fewer["conversions"][0]["hours"] < usual["conversions"][0]["hours"]
+    stored = inspection(llama_3_8b(), stored=torch.float32, gpu="h100")["conversions"][0]
+    assert stored["stages"][-1]["memory"]["dense weights"] == 4 * 8_030_261_248  # as convert does
     by_file = Granularity.of(plan("--config", str(tmp_path / "config.json"))["granularity"])
     assert by_file.num_experts * by_file.expert_size + by_file.shared_size == 14_336
     assert by_file.expert_size == 14_336 // 64

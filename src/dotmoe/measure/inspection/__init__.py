@@ -90,7 +90,8 @@ def inspect_model(
     machines: list[tuple[Accelerator, int, int]] = [] if options.gpu else [(here, 1, 1)]
     for name in [options.gpu] if options.gpu else ACCELERATORS:
         for gpus in [options.gpus] if options.gpus else (1, 8):
-            machine = ACCELERATORS[name].computing_in(options.load.dtype)
+            own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
+            machine = ACCELERATORS[name].computing_in(own)
             machines.append((machine, gpus, options.nodes))
     plans, conversions, choices = (list[dict[str, Any]]() for _ in range(3))
     for machine, gpus, nodes in machines:

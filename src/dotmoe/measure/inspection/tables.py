@@ -143,8 +143,8 @@ def _plans(run: Values, plans: list[Values]) -> Table:
     task = plans[0]["task"]
     name = {"align": "alignment", "finetune": "optional finetuning"}[task]
     return Table(
-        title=f"{name} of {run['tokens'][task]:,} tokens (estimated; GPUs with weights in 2 bytes "
-        "each, at assumed shares of the rates that vendors quote, not measured)",
+        title=f"{name} of {run['tokens'][task]:,} tokens (estimated; GPUs at "
+        "assumed shares of the rates that vendors quote, not measured)",
         columns=("on", "weights", "at once", "memory", "tokens/s", "time", "GPU h"),
         rows=rows,
         note="--json lists all ways that were compared, with memory by item and time by part.",
