@@ -89,9 +89,10 @@ def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
 
 
 def test_the_two_runs_of_the_quickstart_differ_in_the_method_alone():
-    static, dotmoe = (config.settled() for config in run_configs(QuickstartConfig()).values())
+    static, dotmoe = run_configs(QuickstartConfig()).values()
     assert replace(static, method="dot_moe", out=dotmoe.out) == dotmoe
     assert (static.method, dotmoe.repair, dotmoe.align.steps) == ("static_pruning", True, 0)
+    assert static.settled().experts.active == dotmoe.settled().experts.active == 0.5
 
 
 @pytest.mark.slow
