@@ -39,11 +39,15 @@ def test_the_papers_defaults_and_shares_that_round_half_up(width, settings, expe
     assert split(width, **settings) == expected
 
 
-@pytest.mark.parametrize("width", [32, 33, 63, 96, 172, 768, 1_536, 2_200, 2_730, 4_864, 27_648])
-def test_the_default_leaves_32_experts_and_prefers_sizes_that_can_be_exported(width):
-    allowed = [s for s in range(1, width + 1) if width % s == 0 and width // s >= 32 and s <= 128]
-    eights, fours = ([s for s in allowed if s % step == 0] for step in (8, 4))
-    assert default_expert_size(width) == max(eights or fours or allowed)
+@pytest.mark.parametrize("width", [16, 17, 31, 96, 172, 768, 1_536, 2_200, 2_730, 4_864, 27_648])
+def test_the_default_leaves_many_experts_of_sizes_that_can_be_exported(width):
+    def allowed(fewest, step):
+        sizes = range(step, min(128, width // fewest) + 1, step)
+        return [size for size in sizes if width % size == 0]
+
+    choices = (allowed(fewest, step) for fewest in (32, 16) for step in (8, 4))
+    best = next(filter(None, choices), allowed(16, 1))
+    assert default_expert_size(width) == max(best)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ DEFAULT_ACTIVE = 0.5
 """Share of the experts that run by default, half of them always: what keeps a real LLM useful."""
 PAPER_HEADS, PAPER_ACTIVE_ATTENTION = 2, 0.5
 """The same for experts of query heads (sec:attention_moe, tab:attention_moe_results)."""
-FEWEST_DEFAULT_EXPERTS = 32
-"""Minimum number of experts of the default split: few experts leave the router little choice."""
+FEWEST_DEFAULT_EXPERTS = (32, 16)
+"""Minimum number of experts of the default split, since few leave the router little choice; the
+second where the first leaves no size that is a multiple of 4."""
 GROUPED_MATMUL_BYTES = 16
 """Stock Transformers runs experts by a grouped matrix product whose strides are multiples of this:
 experts and model width in multiples of 8 in bfloat16, of 4 in float32."""
@@ -228,18 +229,23 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
 def default_expert_size(ffn_width: int) -> int:
     """Size of the experts if none is given.
 
-    Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 32
-    experts: the largest multiple of 8, else of 4, else the largest; `GROUPED_MATMUL_BYTES` explains
-    why. Raises a `UserError` if the width is below 32 neurons.
+    Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave enough
+    experts (`FEWEST_DEFAULT_EXPERTS`): the largest multiple of 8, else of 4, else the largest;
+    `GROUPED_MATMUL_BYTES` explains why. Raises a `UserError` if the width is below 16 neurons.
     """
-    largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
-    if not largest:
+    best = 0
+    for fewest in FEWEST_DEFAULT_EXPERTS:
+        largest = min(PAPER_EXPERT_SIZE, ffn_width // fewest)
+        sizes = [size for size in fitting_sizes(ffn_width) if size <= largest]
+        best = max(sizes, key=lambda size: (size % 8 == 0, size % 4 == 0, size), default=0)
+        if best and best % 4 == 0:
+            break
+    if not best:
         raise UserError(
             f"The FFN width is {ffn_width}, but the default split needs at least "
-            f"{FEWEST_DEFAULT_EXPERTS} neurons. Set experts or expert_size."
+            f"{FEWEST_DEFAULT_EXPERTS[-1]} neurons. Set experts or expert_size."
         )
-    sizes = [size for size in fitting_sizes(ffn_width) if size <= largest]
-    return max(sizes, key=lambda size: (size % 8 == 0, size % 4 == 0, size))
+    return best
 
 
 def fitting_sizes(units: int) -> list[int]:
