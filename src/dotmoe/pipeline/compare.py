@@ -176,7 +176,6 @@ def table(summary: dict[str, Any]) -> Table:
     rows, axis = over_seeds(summary["rows"]), summary.get("axis")
     dense, *others = rows
     best = min(others, key=lambda row: row["loss"], default=dense)
-    rows += [{"value": name, "failed": why} for name, why in summary.get("left_out", {}).items()]
     columns: dict[str, Callable[[Row], str | None]] = {
         _SWEPT[axis] if axis else "method": lambda row: (
             percent(row["value"]) if isinstance(row["value"], float) else str(row["value"])
@@ -204,15 +203,16 @@ def table(summary: dict[str, Any]) -> Table:
         ),
         "tokens": _cell("text_tokens", "{:,}".format),
         "seconds": _cell("seconds", "{:.0f}".format),
-        "failed": _cell("failed"),
     }
-    for name in ("weights", "k of E", "other text", "seeds", "budget", "shared", "failed"):
+    for name in ("weights", "k of E", "other text", "seeds", "budget", "shared"):
         if not any(map(columns[name], rows)):
             del columns[name]
     other = summary.get("other_text")
     note = f"Other text, perplexity: {', '.join(other)}. " if other else ""
     if "window_losses" in dense:  # not in records of an earlier version
-        note += "±: one standard error, over windows and seeds; inconclusive: within two."
+        note += "±: one standard error, over windows and seeds; inconclusive: within two. "
+    failed = summary.get("left_out", {}).items()
+    note += " ".join(f"{name} failed: {why.rstrip('.')}." for name, why in failed)
     return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
 
 
