@@ -179,14 +179,7 @@ def measured(subject: Subject, rounds: int, seed: int) -> dict[str, Any]:
 class Step:
     """A repeatable optimizer step of the alignment."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        dense: DenseModel,
-        *,
-        seed: int,
-        assignment: AssignmentConfig = AssignmentConfig(),  # noqa: B008 - frozen
-    ) -> None:
+    def __init__(self, subject: Subject, dense: DenseModel, *, seed: int) -> None:
         self.dense = dense
         self.config = AlignConfig(
             batch_size=subject.batch, micro_batch_size=subject.micro_batch, warmup_ratio=0.0
@@ -199,7 +192,7 @@ class Step:
             random_state(subject, seed),
             subject.split,
             self.config,
-            assignment,
+            AssignmentConfig(),
             seed=seed,
         )
         self.clock = Clock(dense.device)

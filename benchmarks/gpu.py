@@ -22,13 +22,15 @@ import alignment_step
 import finetune_step
 from alignment_step import Subject
 from dotmoe.common.files import read_json
+from dotmoe.export import export
+from dotmoe.export.format import ExportConfig
 from dotmoe.method.repair import RepairConfig, repair
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.load import LoadConfig, describe_dense, left_on_disk, load_dense
 from dotmoe.text.blocks import TokenBlocks
-from random_models import Shape, random_layout, random_tokens, write_export, write_random_dense
+from random_models import Shape, random_layout, random_tokens, write_random_dense
 from rounds import keep, require_device
 
-TINY = Subject(shape=Shape(64, 192, 2, 4, 2, 512, 256), experts=8, active=2, seq_len=32)
+TINY = Subject(shape=Shape(64, 192, 2, 4, 2, 2_048, 256), experts=8, active=2, seq_len=32)
 LAYERS = 4
 """Layers of finetuning, repair and export, whose times grow by layer; the alignment has all."""
 
@@ -90,7 +92,10 @@ def timed(part: str, subject: Subject, scratch: Path) -> dict[str, Any]:
         asked = RepairConfig(repair_tokens=32 * subject.seq_len)
         found["tokens"] = repair(dense, layout, tokens, asked, folder=out)["tokens"]
     else:
-        record = write_export(source, layout, out, 2_048, 0, device=subject.device)
+        described = describe_dense(str(source))
+        dense = described if on_cpu else left_on_disk(described, LoadConfig(device=subject.device))
+        text_BT = random_tokens(shape, 1, 2_048, seed=0).long()
+        record = export(dense, layout, out, ExportConfig(), text_BT)
         found["verification"] = record.verification_in_short()
     seconds = time.monotonic() - started
     peak = None if on_cpu else torch.cuda.max_memory_allocated()

@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from dotmoe.export import export
-from dotmoe.export.format import GgufConfig
-from dotmoe.export.record import ExportRecord
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.family import DenseModel, family_of
-from dotmoe.models.load import LoadConfig, describe_dense, left_on_disk
+from dotmoe.models.load import describe_dense
 
 ROUTER_LOGIT_STD = 2.5
 """Deviation of the random routers' logits, for FFN inputs of unit variance."""
@@ -40,7 +36,7 @@ class Shape:
     kv_heads: int = 16
     """Key and value heads, a divisor of `heads`."""
     vocabulary: int = 1_024
-    """Size of the vocabulary, at least 259."""
+    """Size of the vocabulary; at least 2,048 if the model is written, with a tokenizer."""
     context: int = 4_096
 
 
@@ -78,12 +74,12 @@ def random_dense(
 
 
 def write_random_dense(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> None:
-    """Write a random Llama with a byte tokenizer as a checkpoint folder."""
+    """Write a random Llama with the embedded model's tokenizer as a checkpoint folder."""
     torch.manual_seed(seed)
     with default_dtype(dtype):
         model = LlamaForCausalLM(llama_config(shape, bos_token_id=None, eos_token_id=0))
     model.save_pretrained(folder)
-    _byte_tokenizer(shape.context).save_pretrained(folder)
+    describe_dense("embedded").tokenizer.save_pretrained(folder)
 
 
 def random_layout(shape: Shape, num_experts: int, active_experts: int, seed: int) -> ExpertLayout:
@@ -107,25 +103,6 @@ def random_tokens(shape: Shape, rows: int, columns: int, seed: int) -> Tensor:
     return torch.randint(shape.vocabulary, size, generator=generator, dtype=torch.int32)
 
 
-def write_export(
-    source: Path,
-    layout: ExpertLayout,
-    out: Path,
-    tokens: int,
-    seed: int,
-    *,
-    device: str = "cpu",
-    **options: Any,
-) -> ExportRecord:
-    """Export a dense model on disk with a layout; `options` are those of `GgufConfig`."""
-    dense = describe_dense(str(source))
-    if device != "cpu":
-        dense = left_on_disk(dense, LoadConfig(device=device))
-    generator = torch.Generator().manual_seed(seed)
-    text_BT = torch.randint(dense.widths.vocabulary, (1, tokens), generator=generator)
-    return export(dense, layout, out, GgufConfig(**options), text_BT)
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Within this context, new parameters have this dtype."""
@@ -135,18 +112,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """Tokenizer with a token per byte, two of two letters (GGUF needs merges), and end of text."""
-    signs = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "in"]
-    vocabulary = {sign: number for number, sign in enumerate(signs)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("i", "n")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|endoftext|>",  # Transformers 5.17 requires it in a GGUF
-        eos_token="<|endoftext|>",
-        model_max_length=context,
-    )
