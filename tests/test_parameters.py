@@ -4,14 +4,8 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dotmoe.common.errors import UserError
-from dotmoe.method.granularity import (
-    ExpertsConfig,
-    ParameterCounts,
-    count_parameters,
-    nearest_active_experts,
-    resolve,
-    splits_of,
-)
+from dotmoe.export.parameters import ParameterCounts, count_parameters, nearest_active_experts
+from dotmoe.method.granularity import ExpertsConfig, resolve, splits_of
 from dotmoe.models.family import family_of, meta_model
 from dotmoe.run.config import recipe
 

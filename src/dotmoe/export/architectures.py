@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_names, shared_experts
+from dotmoe.export.parameters import count_parameters
 from dotmoe.export.transformers_format import GATES, TransformersFormat
-from dotmoe.method.granularity import Granularity, count_parameters, parts_of
+from dotmoe.method.granularity import Granularity, parts_of
 from dotmoe.models import modeling_dotmoe
 from dotmoe.models.family import DenseModel, head_dim
 

@@ -24,7 +24,8 @@ from dotmoe.common.files import (
 )
 from dotmoe.common.tables import Table, figure, percent, to_markdown
 from dotmoe.export.format import Conversion, Format
-from dotmoe.method.granularity import Granularity, count_parameters
+from dotmoe.export.parameters import count_parameters
+from dotmoe.method.granularity import Granularity
 from dotmoe.models.family import TARGETS
 
 RECORD_FILE = "dotmoe.json"

@@ -1,7 +1,6 @@
 """How finely a layer is split: expert size s, number of experts E, and active experts k.
 
-Also the exact parameter counts of a split, from the Hugging Face config alone. All layers have the
-same number of units, so one `Granularity` holds for all.
+All layers have the same number of units, so one `Granularity` holds for all.
 """
 
 import math
@@ -13,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import above, at_least, at_most
-from dotmoe.models.family import Family, meta_model, num_parameters
 
 PAPER_EXPERT_SIZE, PAPER_ACTIVE = 128, 0.25
 """Neurons in one expert (tab:hyperparams_moefication); share of experts that run (main tables)."""
@@ -269,105 +267,3 @@ def _require(name: str, value: int, ascending: list[int], whole: str) -> None:
             f"{name} is {value}, which does not divide the {whole} into 2 or more equal experts. "
             f"Choose {choose or 'another model'}."
         )
-
-
-# --- parameters ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterCounts:
-    """Exact parameter counts of a split model; a tied output head is counted once."""
-
-    dense_total: int
-    stored: int
-    """Parameters of the dense model and the routers, less dropped ones: what files must hold."""
-    active: int
-    """Parameters that work on one token, without routers: the number that papers report."""
-    active_with_routers: int
-    """`active` plus the router rows, all of which are read for every token."""
-    active_without_embeddings: int
-    """`active` without the input embedding and the output head."""
-    floor: int
-    """Parameters outside the units of the split targets."""
-    attention_and_norms: int
-    input_embedding: int
-    """The token embedding (and the head, if tied to it)."""
-    output_head: int
-    """The output projection; 0 if tied to the embedding."""
-    ffn_total: int
-    ffn_active: int
-    """FFN parameters that work on one token."""
-    heads_total: int
-    """Parameters of single query heads, in W_Q and W_O; 0 if attention is not split."""
-    routers: int
-    """Parameters of the router rows of all split layers."""
-
-    @property
-    def active_fraction(self) -> float:
-        """`active / dense_total`: a share of all parameters, unlike the share of FFN neurons."""
-        return self.active / self.dense_total
-
-
-def count_parameters(config: Any, family: Family, granularity: Granularity) -> ParameterCounts:
-    """Exact counts of a dense model and its split.
-
-        active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
-        stored = all + L * E * d - 3 * d * dropped * L
-
-    where L counts only the split layers, and a shared expert is active. In attention, 1 - k / E of
-    W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; only of W_O if all queries
-    are normed at once, which needs all of them. The split must be one of the model's own units.
-    """
-    model = meta_model(config)
-    traits = family.traits(model)
-    total, width = num_parameters(model), config.hidden_size
-    ffn_total = 3 * width * config.intermediate_size * config.num_hidden_layers
-    embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    head = total - num_parameters(family.trunk(model))
-    of_a_query = 0 if traits.qk_norm == "full" else width + traits.qkv_bias
-    of_a_unit = {"ffn": 3 * width, "attention": traits.head_dim * (width + of_a_query)}
-    whole, idle = {"ffn": 0, "attention": 0}, {"ffn": 0, "attention": 0}
-    dropped = routers = 0
-    for split in parts_of(granularity):
-        layers = config.num_hidden_layers - split.first_dense_layers
-        size = of_a_unit[split.target]
-        whole[split.target] = config.num_hidden_layers * split.units * size
-        idle[split.target] = layers * (split.units - split.active_units) * size
-        dropped += layers * split.dropped_size * size
-        routers += layers * split.num_experts * width
-    active = total - sum(idle.values())
-    return ParameterCounts(
-        dense_total=total,
-        stored=total + routers - dropped,
-        active=active,
-        active_with_routers=active + routers,
-        active_without_embeddings=active - embedding - head,
-        floor=total - sum(whole.values()),
-        attention_and_norms=total - ffn_total - embedding - head,
-        input_embedding=embedding,
-        output_head=head,
-        ffn_total=ffn_total,
-        ffn_active=ffn_total - idle["ffn"],
-        heads_total=whole["attention"],
-        routers=routers,
-    )
-
-
-def nearest_active_experts(
-    share: float, config: Any, family: Family, granularity: Granularity
-) -> int:
-    """The k at which about that share of the dense model's parameters works on one token.
-
-    `granularity` splits FFNs without a shared expert, and its own k does not matter; experts to be
-    merged into a shared one count in k. Raises a `UserError` if one expert per layer is too many.
-    """
-    experts, one = granularity.num_experts, replace(granularity, active_experts=1)
-    least = count_parameters(config, family, one)
-    an_expert = (least.dense_total - least.active) / (experts - 1)
-    active = experts - round((1 - share) * least.dense_total / an_expert)
-    if active < 1:
-        raise UserError(
-            f"active_params is {share:g}, but {least.active_fraction:.3f} of the parameters work "
-            "on a token even if one expert per layer runs. Choose at least that."
-        )
-    return active

@@ -31,6 +31,7 @@ from dotmoe.common.files import read_json, write_json
 from dotmoe.common.options import checked, values_of
 from dotmoe.common.progress import Progress
 from dotmoe.export import export, export_dtype, require_exportable, settled_experts
+from dotmoe.export.parameters import count_parameters
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.measure.evaluate import perplexity
 from dotmoe.measure.inspection import chosen_in_time
@@ -46,7 +47,7 @@ from dotmoe.method.calibrate import (
 )
 from dotmoe.method.finetuning import LAYOUT, FinetuneConfig, computed_in, trained_model
 from dotmoe.method.finetuning import finetune as train
-from dotmoe.method.granularity import Granularity, count_parameters, splits_of
+from dotmoe.method.granularity import Granularity, splits_of
 from dotmoe.method.layout import AlignState, ExpertLayout, extract
 from dotmoe.method.masked import masked_by
 from dotmoe.method.objective import ObjectiveConfig

@@ -21,11 +21,12 @@ from dotmoe.common.files import write_json, write_text
 from dotmoe.common.options import above, at_least, at_most
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown
+from dotmoe.export.parameters import nearest_active_experts
 from dotmoe.measure.evaluate.perplexity import difference, error_over, nats_with_error
 from dotmoe.measure.report import plots
 from dotmoe.method.align import AlignConfig
 from dotmoe.method.calibrate import CalibrateConfig, Start
-from dotmoe.method.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
+from dotmoe.method.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline import budget_of, calibration_tokens, convert, finetune, prune, split_of
