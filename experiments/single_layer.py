@@ -26,7 +26,6 @@ from dotmoe.method.align import Alignment
 from dotmoe.method.calibrate import block_inputs, calibrate
 from dotmoe.method.layout import ExpertLayout, extract
 from dotmoe.method.masked import masked, masked_by
-from dotmoe.method.objective import Taught
 from dotmoe.method.router import dense_only, router_losses
 from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import input_hooks
@@ -42,6 +41,7 @@ from dotmoe.run.config import RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import provenance
 from dotmoe.training.loop import train
+from dotmoe.training.losses import Taught
 
 RIVALS = ("cmoe", "llama_moe_v2", "random_split")
 

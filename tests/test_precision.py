@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dotmoe.common.distributed import product_in_float32
 from dotmoe.method.calibrate import block_inputs
-from dotmoe.method.masked import product_in_float32
 from dotmoe.method.repair import NormalEquations
 from dotmoe.method.router import router_logits
 from dotmoe.method.transport import balanced_plan

@@ -16,7 +16,6 @@ from dotmoe.common.errors import UserError
 from dotmoe.method.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contributions
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ALWAYS_ON, DROPPED, AssignmentConfig, extract
-from dotmoe.method.objective import CPU_CHUNK_ROWS
 from dotmoe.method.transport import greedy_assignment
 from dotmoe.rivals.baselines import (
     METHODS,
@@ -34,6 +33,7 @@ from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates
 from dotmoe.rivals.baselines.llama_moe_v2 import importance, most_listed
 from dotmoe.rivals.baselines.lte import soft_stage
 from dotmoe.rivals.baselines.moefication import by_predictor, co_activation_counts, swapped
+from dotmoe.training.losses import CPU_CHUNK_ROWS
 
 S, E, K = 8, 12, 4
 SPLIT = Granularity(num_experts=E, expert_size=S, active_experts=K)

@@ -11,11 +11,11 @@ from two_ranks import unloaded_dense
 from dotmoe.common.distributed import fsdp_mesh, full_tensor, local_part
 from dotmoe.method.finetuning import FinetuneConfig, Finetuning, Student, write_student
 from dotmoe.method.masked import masked_by
-from dotmoe.method.objective import hidden_states
 from dotmoe.method.router import router_losses
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import LoadConfig, load_dense
 from dotmoe.training.loop import train
+from dotmoe.training.losses import hidden_states
 from runs import weights_of
 
 PLAIN = FinetuneConfig(batch_size=4, micro_batch_size=4)

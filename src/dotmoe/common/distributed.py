@@ -61,6 +61,16 @@ def in_float32() -> Iterator[None]:
         yield
 
 
+@in_float32()
+def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Matrix product, at least in float32: so are sums and result for 16-bit factors."""
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
 def _legacy_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()

@@ -26,14 +26,7 @@ from dotmoe.common.distributed import (
 from dotmoe.common.files import save_tensors, write_json
 from dotmoe.common.options import above, at_least, between
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.objective import (
-    Objective,
-    ObjectiveConfig,
-    Taught,
-    head_of,
-    hidden_states,
-    require_trainable,
-)
+from dotmoe.method.objective import Objective, ObjectiveConfig, require_trainable
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import SparseFFN, make_sparse
 from dotmoe.models.checkpoint import Tensors
@@ -51,6 +44,7 @@ from dotmoe.models.tokenizer import copy_tokenizer
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
+from dotmoe.training.losses import Taught, head_of, hidden_states
 
 MODEL, LAYOUT = "model", "layout.safetensors"
 """What the stage writes into its folder: a dense checkpoint and a layout."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dotmoe.common.distributed import in_float32
+from dotmoe.common.distributed import product_in_float32
 from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.router import Routing, is_dense, kernels_for
@@ -217,13 +217,3 @@ def sums_by_expert(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: i
         return product_in_float32(values_TN, members)
     sums_TE = values_TN.new_zeros(len(values_TN), num_experts, dtype=dtype)
     return sums_TE.index_add_(1, expert_of_neuron_N, values_TN.to(dtype))
-
-
-@in_float32()
-def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product, at least in float32: so are sums and result for 16-bit factors."""
-    if left.dtype not in (torch.bfloat16, torch.float16):
-        return left @ right
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()

@@ -2,35 +2,28 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.common.distributed import full_tensor, num_ranks, rank, sum_over_ranks
+from dotmoe.common.distributed import num_ranks, rank, sum_over_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import HOW, above, at_least, between
-from dotmoe.method.masked import product_in_float32
 from dotmoe.method.router import Surrogate, dense_only, router_losses
 from dotmoe.models.family import DenseModel
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.folder import Metrics
 from dotmoe.training.loop import Schedule, named_range
+from dotmoe.training.losses import (
+    Taught,
+    distillation_loss,
+    head_of,
+    hidden_states,
+    next_token_labels,
+)
 
 logger = logging.getLogger(__name__)
-
-IGNORED = -100
-"""Label of a position that has no next token."""
-MAX_CHUNK_ELEMENTS = 1 << 25
-"""Maximum number of logits in one chunk, per model: 128 MiB in float32."""
-CPU_CHUNK_ROWS = 128
-"""Maximum number of tokens in one chunk on a CPU, so that its logits stay near the cache."""
-
-Losses = tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]
-Taught = tuple[Tensor, Tensor | None]
-"""A teacher's final hidden states, [T, D], and its head's matrix (None: the student's head)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,140 +208,3 @@ class Objective:
 
     def forget_step(self) -> None:
         """Release what a step that was interrupted has left."""
-
-
-def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
-    """Final hidden states, [T, D], scaled so that the head's matrix maps them to logits."""
-    trunk = dense.family.trunk(dense.model)
-    hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    multipliers = dense.traits.multipliers
-    return hidden.reshape(-1, hidden.shape[-1]) / multipliers.logits_divisor
-
-
-def head_of(dense: DenseModel) -> Tensor:
-    """The matrix of the output head, [V, D], whole on every rank."""
-    dense.require("memory", "shards")
-    return full_tensor(dense.family.head(dense.model).weight)
-
-
-def next_token_labels(tokens_BT: Int[Tensor, "B T"]) -> Int[Tensor, " BT"]:
-    """Labels of a batch, flat: the next token, and `IGNORED` at the end of each row."""
-    return F.pad(tokens_BT[:, 1:], (0, 1), value=IGNORED).flatten()
-
-
-def distillation_loss(
-    student_TD: Float[Tensor, "T D"],
-    taught: Taught | None,
-    head_VD: Float[Tensor, "V D"],
-    labels_T: Int[Tensor, " T"],
-    *,
-    kl_weight: float,
-    ce_weight: float,
-) -> Losses:
-    """w_kl * KL(dense || MoE) + w_ce * CE(labels) from the hidden states below the head.
-
-    These are the first two terms of eq:total_loss. KL is averaged over all T positions (and is 0
-    without a teacher), cross-entropy over those whose label is not `IGNORED`. Softmax is float32.
-
-    Returns:
-        The weighted sum, which alone has a gradient; KL; cross-entropy. In nats per token.
-
-    Gradient:
-        Flows to `student_TD`, and to `head_VD` if it requires one. It is formed chunk by chunk in
-        the forward pass, so memory is one chunk of logits per model (`MAX_CHUNK_ELEMENTS`) plus the
-        gradients of these two inputs. The head's gradient is accumulated in float32.
-    """
-    losses: Losses = _Distillation.apply(  # type: ignore[no-untyped-call]
-        student_TD, head_VD, taught, labels_T, kl_weight, ce_weight
-    )
-    return losses
-
-
-class _Distillation(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student_TD: Tensor,
-        head_VD: Tensor,
-        taught: Taught | None,
-        labels_T: Tensor,
-        kl_weight: float,
-        ce_weight: float,
-    ) -> Losses:
-        num_tokens, num_labels = len(labels_T), (labels_T != IGNORED).sum().clamp_min(1)
-        kl, ce = torch.zeros(2, device=student_TD.device)
-        grad_TD = torch.empty_like(student_TD)
-        wide = torch.promote_types(head_VD.dtype, torch.float32)
-        grad_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
-        shares = kl_weight / num_tokens, ce_weight / num_labels
-        teacher_TD, teacher_head_VD = taught or (None, None)
-        if teacher_head_VD is None:
-            teacher_head_VD = head_VD
-        rows = chunk_rows(len(head_VD), on_cpu=head_VD.device.type == "cpu")
-        for start in range(0, num_tokens, rows):
-            chunk = slice(start, start + rows)
-            teacher = None if teacher_TD is None else (teacher_TD[chunk], teacher_head_VD)
-            kl_sum, ce_sum, grad_CV = _chunk(
-                (student_TD[chunk], head_VD), teacher, labels_T[chunk], shares
-            )
-            kl += kl_sum
-            ce += ce_sum
-            grad_TD[chunk] = grad_CV @ head_VD
-            if grad_VD is not None:
-                if grad_VD.is_cuda:
-                    grad_VD += product_in_float32(grad_CV.T, student_TD[chunk])
-                else:  # allocates nothing of the head's size
-                    grad_VD.addmm_(grad_CV.T.to(wide), student_TD[chunk].to(wide))
-            del grad_CV  # otherwise it would stay in memory with the next chunk's
-        kl, ce = kl / num_tokens, ce / num_labels
-        ctx.save_for_backward(grad_TD, grad_VD)
-        ctx.mark_non_differentiable(kl, ce)
-        return kl_weight * kl + ce_weight * ce, kl, ce
-
-    @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (None if grad is None else _scaled(grad, grad_total) for grad in ctx.saved_tensors)
-        return *grads, None, None, None, None
-
-
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """The product in the gradient's dtype; in 16 bits a factor such as 1/12 is off by 0.2 %."""
-    return (grad.to(torch.promote_types(grad.dtype, factor.dtype)) * factor).to(grad.dtype)
-
-
-def _chunk(
-    student: tuple[Tensor, Tensor],
-    teacher: tuple[Tensor, Tensor] | None,
-    labels_C: Tensor,
-    shares: tuple[float, Tensor],
-) -> tuple[Tensor | float, Tensor, Tensor]:
-    """Sums of KL and cross-entropy over some tokens, and the gradient of the logits."""
-    # At most three tensors of tokens x vocabulary are in memory, not counting 16-bit logits.
-    kl_sum: Tensor | float = 0.0
-    student_CV = _log_softmax(*student)
-    if teacher is not None:
-        log_CV = _log_softmax(*teacher)
-        teacher_CV = log_CV.exp()
-        kl_sum = log_CV.sub_(student_CV).mul_(teacher_CV).sum()
-        del log_CV
-    ce_sum = F.nll_loss(student_CV, labels_C, ignore_index=IGNORED, reduction="sum")
-    student_CV.exp_()
-    labels_C1, (kl_share, ce_share) = labels_C.unsqueeze(1), shares
-    labelled_C1 = ((labels_C1 != IGNORED) * ce_share).to(student_CV.dtype)
-    if teacher is None:
-        grad_CV = student_CV.mul_(labelled_C1)
-    else:
-        grad_CV = torch.sub(student_CV, teacher_CV, out=teacher_CV).mul_(kl_share)
-        grad_CV.addcmul_(student_CV, labelled_C1)
-    grad_CV.scatter_add_(1, labels_C1.clamp_min(0), -labelled_C1)
-    return kl_sum, ce_sum, grad_CV.to(student[1].dtype)
-
-
-def _log_softmax(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
-    return F.log_softmax((hidden_CD @ head_VD.T).float(), dim=1)
-
-
-def chunk_rows(vocabulary: int, *, on_cpu: bool) -> int:
-    """Maximum number of tokens whose logits are formed at once."""
-    rows = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
-    return min(rows, CPU_CHUNK_ROWS) if on_cpu else rows

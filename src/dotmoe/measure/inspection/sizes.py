@@ -13,8 +13,8 @@ import torch
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.finetuning import FinetuneConfig
 from dotmoe.method.granularity import Granularity, parts_of
-from dotmoe.method.objective import chunk_rows
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, meta_model, widths_of
+from dotmoe.training.losses import chunk_rows
 
 Items = Mapping[str, int]
 """Numbers of bytes, by what they hold."""

@@ -14,15 +14,15 @@ from dotmoe.common.errors import require_package
 from dotmoe.common.options import at_least
 from dotmoe.method.calibrate import CalibrateConfig, activations, block_inputs, harden
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.objective import (
+from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
+from dotmoe.models.hooks import input_hooks
+from dotmoe.training.losses import (
     IGNORED,
     distillation_loss,
     head_of,
     hidden_states,
     next_token_labels,
 )
-from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
-from dotmoe.models.hooks import input_hooks
 
 STARTS, ROUNDS = 4, 20
 """Number of random k-means starts (the best is kept), and maximum rounds of each."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.method import objective
-from dotmoe.method.objective import IGNORED, distillation_loss, next_token_labels
+from dotmoe.training import losses
+from dotmoe.training.losses import IGNORED, distillation_loss, next_token_labels
 
 T, D, V = 11, 5, 17
 
@@ -22,7 +22,7 @@ def tensors():
 @pytest.mark.parametrize("has_teacher", [True, False])
 @pytest.mark.parametrize("head_is_trained", [True, False])
 def test_losses_and_gradients_equal_those_on_full_logits(has_teacher, head_is_trained, monkeypatch):
-    monkeypatch.setattr(objective, "MAX_CHUNK_ELEMENTS", 3 * V)  # four chunks, the last partial
+    monkeypatch.setattr(losses, "MAX_CHUNK_ELEMENTS", 3 * V)  # four chunks, the last partial
     student, teacher, teacher_head, labels = tensors()
     head = teacher_head
     if head_is_trained:
@@ -49,7 +49,7 @@ def test_losses_and_gradients_equal_those_on_full_logits(has_teacher, head_is_tr
 
 def test_the_gradient_of_a_16_bit_head_adds_up_in_float32(monkeypatch):
     """Over 64 chunks; added up in bfloat16 it is wrong by percents."""
-    monkeypatch.setattr(objective, "MAX_CHUNK_ELEMENTS", 4 * V)
+    monkeypatch.setattr(losses, "MAX_CHUNK_ELEMENTS", 4 * V)
     student, head = torch.randn(256, D).bfloat16(), (0.1 * torch.randn(V, D)).bfloat16()
     head.requires_grad_()
     labels = torch.randint(0, V, (256,))
@@ -75,7 +75,7 @@ def test_the_share_of_a_micro_batch_is_not_rounded_to_16_bits():
 
 
 def test_no_chunk_of_logits_exceeds_its_bound(monkeypatch):
-    monkeypatch.setattr(objective, "MAX_CHUNK_ELEMENTS", 2 * V)
+    monkeypatch.setattr(losses, "MAX_CHUNK_ELEMENTS", 2 * V)
     student, teacher, head, labels = tensors()
     largest = 0
 
