@@ -11,7 +11,7 @@ PATHS := src tests scripts benchmarks experiments
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart smollm2 smollm2-table test test-slow test-gpu test-llama \
-	check fmt results splits clean
+	check fmt docs results splits clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z%\/-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,15 +96,20 @@ test-gpu: $(STAMP)  ## The tests that need a CUDA device
 test-llama: $(STAMP)  ## The tests that run GGUF files (compiles llama.cpp: 10 to 20 minutes)
 	$(BIN)/python -m pip install -e '.[llama-cpp]' && $(BIN)/python -m pytest tests/export tests/bench tests/e2e -k 'gguf or bench'
 
-check: $(STAMP)  ## Lint, formatting, types and layers, changing nothing
+check: $(STAMP)  ## Lint, formatting, types, layers, links of the docs if mkdocs is there
 	$(BIN)/ruff check $(PATHS)
 	$(BIN)/ruff format --check $(PATHS)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@! test -x $(BIN)/mkdocs || $(BIN)/mkdocs build --strict --quiet
 
 fmt: $(STAMP)  ## Mend what can be mended by machine
 	$(BIN)/ruff check --fix $(PATHS)
 	$(BIN)/ruff format $(PATHS)
+
+docs: $(STAMP)  ## Build the documentation into build/site, links checked
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
 
 results: $(STAMP)  ## Measure the quickstart again, and put it into the README
 	rm -rf quickstart-run

@@ -151,7 +151,7 @@ def main() -> None:
     other = settings.other_text
     if not other:
         prose = settings.out / "documents.txt"
-        pages = (page.read_text(encoding="utf-8") for page in sorted(DOCUMENTS.glob("*.md")))
+        pages = (page.read_text(encoding="utf-8") for page in sorted(DOCUMENTS.rglob("*.md")))
         prose.write_text("\n".join(pages), encoding="utf-8")
         other = (str(prose),)
     texts = {"domain": settings.eval_text, "other": other}

@@ -143,7 +143,7 @@ def documents() -> list[Path]:
     """All documents that may have such parts; the overview of experiments reads the others."""
     return [
         ROOT / "README.md",
-        *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("experiments/**/*.md")]),
+        *sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/**/*.md")]),
     ]
 
 

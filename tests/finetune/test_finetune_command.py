@@ -67,7 +67,7 @@ def test_lora_without_its_package_is_refused(finished, tmp_path, command, monkey
 
 @pytest.mark.slow
 def test_the_documents_example_runs(finished, tmp_path, monkeypatch, capsys):
-    document = Path(__file__).parents[2] / "docs" / "finetune.md"
+    document = Path(__file__).parents[2] / "docs/guides/quality.md"
     example = re.search(r"```python\n(.*?)```", document.read_text(), re.DOTALL)[1]
     example = example.replace("quickstart-run/dot_moe", str(finished.folder))
     monkeypatch.chdir(tmp_path)

@@ -21,9 +21,11 @@ from dotmoe.run.config import RunConfig
 from runs import TINY_CONVERT, TINY_FINETUNE, words
 
 ROOT = Path(__file__).resolve().parents[2]
+HISTORY = ("docs/dev/log.md", "docs/dev/history.md")
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").rglob("README.md")]),
+    *sorted({*ROOT.glob("docs/**/*.md")} - {*map(ROOT.joinpath, HISTORY)}),
+    *sorted((ROOT / "experiments").rglob("README.md")),
 ]
 WIDTHS = {  # public: model width, FFN width, layers
     "MODEL": (3_584, 18_944, 28),

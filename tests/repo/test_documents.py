@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 updater = importlib.import_module("update_documents")
 README = (ROOT / "README.md").read_text()
-MAP = (ROOT / "docs" / "paper_map.md").read_text(encoding="utf-8")
+MAP = (ROOT / "docs/research/paper_map.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAPER = ROOT.parent / "shared" / "paper" / "dot-moe.tex"
 STATUSES = {"done", "partly", "not run", "not built", "text"}

@@ -19,7 +19,7 @@ from runs import LLAMA3_ROPE, rope, weights_of
 HERE = Path(__file__).parent
 TABLE = tomllib.loads((HERE / "loader_expectations.toml").read_text())
 EXPECTS = [TABLE["usual"] | entry for entry in TABLE["expects"]]
-GUIDE = HERE.parents[1] / "docs" / "serving.md"
+GUIDE = HERE.parents[1] / "docs/guides/serve.md"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 BIASED, SHARED, LEADING = {"attention_bias": True}, {"shared_size": 24}, {"dense_layers": 1}
 

@@ -56,7 +56,7 @@ def check(config: Any) -> None:
 
     None is in every range, infinity in none. `check_together` then checks rules across fields.
     """
-    for name, kind, marks in _fields(type(config)):
+    for name, kind, marks in marked_fields(type(config)):
         value = getattr(config, name)
         if dataclasses.is_dataclass(kind):
             check(value)
@@ -92,7 +92,7 @@ def values_of(config: Any) -> dict[str, Any]:
 
 def identity(config: Any) -> dict[str, Any]:
     """A config's values without those marked `HOW`: equal for runs that have the same result."""
-    names = [name for name, _, marks in _fields(type(config)) if HOW not in marks]
+    names = [name for name, _, marks in marked_fields(type(config)) if HOW not in marks]
     values = {name: getattr(config, name) for name in names}
     return {n: identity(v) if dataclasses.is_dataclass(v) else v for n, v in values.items()}
 
@@ -118,7 +118,7 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
             f"{place} is the config of a dotmoe {command}, not of a dotmoe {expected}. "
             "Use it with the command that wrote it, or choose another folder."
         )
-    kinds = {name: kind for name, kind, _ in _fields(cls)}
+    kinds = {name: kind for name, kind, _ in marked_fields(cls)}
     for name, value in values.items():
         if name not in kinds:
             raise UserError(f"{name} in {place} is no option.{nearest(name, kinds)}")
@@ -130,7 +130,7 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
     return cls(**values)
 
 
-def _fields(cls: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def marked_fields(cls: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Yield name, type and marks of each dataclass field, with marks on parts of the type."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):

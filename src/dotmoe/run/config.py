@@ -144,8 +144,8 @@ PAPER = RunConfig(
     assignment=AssignmentConfig(solver="sinkhorn"),
     align=AlignConfig(surrogate="softmax", router_dtype="model", max_epochs=None),
 )
-"""The paper, on Dolmino-mix streamed from the hub unless `data` is given. docs/paper_map.md lists
-what was chosen where the paper is silent."""
+"""The paper, on Dolmino-mix streamed from the hub unless `data` is given. What was
+chosen where the paper is silent is listed in docs/research/paper_map.md."""
 SMALL = RunConfig(
     model="",
     out="",

@@ -367,9 +367,9 @@ def joined(
     """Iterate over the pieces of several sources, mixed by weight or one source after the other.
 
     With weights, the next piece comes from the source with the fewest tokens for its weight;
-    docs/data.md gives bounds on each source's share at any time. If another source comes between
-    the pieces of a long document, the rest of it counts as a document of its own. `last` is the
-    record of the source that was read last, where reading goes on.
+    docs/guides/text.md gives bounds on each source's share at any time. If another source comes
+    between the pieces of a long document, the rest of it counts as a document of its own. `last` is
+    the record of the source that was read last, where reading goes on.
 
     Yields the record of the source (updated in place), token ids with their separators, and the
     number of bytes of text.

@@ -30,9 +30,9 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     """Compare a model with its dense model, both run on the same windows of `config.corpus.text`.
 
     `before_head` and `after_head` are tab:output_aware_similarity, and the `mse` of a layer's `ffn`
-    is tab:motivation_mse_combined; docs/evaluation.md defines the metrics. Tokens after the last
-    full window are left out, unless there is no full window. `ffn` is empty if the MoE blocks are
-    not known, or do not contain the whole FFN.
+    is tab:motivation_mse_combined; docs/guides/evaluate.md defines the metrics. Tokens after
+    the last full window are left out, unless there is no full window. `ffn` is empty if the MoE
+    blocks are not known, or do not contain the whole FFN.
     """
     folder = model_folder(config.model)
     record = ExportRecord.load(folder) if (folder / RECORD_FILE).is_file() else None
