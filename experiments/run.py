@@ -171,9 +171,8 @@ def mean(values: list[float]) -> float:
 def verdict(by_seed: list[list[float]]) -> str:
     """Whether each number is below the next, given its values of all seeds; one seed tells nothing.
 
-    Example:
-        >>> [verdict(v) for v in ([[1, 2], [3, 4]], [[1, 3], [2, 4]], [[3, 4], [2, 2]], [[1], [9]])]
-        ['confirmed', 'inconclusive', 'contradicted', 'inconclusive']
+    A difference within the spread of the seeds is inconclusive; others are confirmed if each number
+    is below the next, and contradicted if one is not.
     """
     if any(len(values) == 1 for values in by_seed):
         return "inconclusive"

@@ -174,21 +174,11 @@ def aligned(task, folder, last_step=CONFIG.steps):
     return metrics
 
 
-def test_nothing_has_moved_at_the_first_step_and_a_resumed_run_logs_the_same(
-    dense, blocks, tmp_path
-):
+def test_nothing_has_moved_at_the_first_step(dense, blocks, tmp_path):
     """Whatever the temperatures: before the first assignment there is none to compare with."""
-
-    def moved(name, last_step=CONFIG.steps):
-        task = alignment(dense, blocks, tau_start=2.0, tau_end=0.01)
-        metrics = aligned(task, tmp_path / name, last_step)
-        return [values["moved_fraction"] for values in metrics]
-
-    whole = moved("whole")
-    assert whole[0] == 0.0
-    assert sum(whole) > 0
-    assert moved("cut", 3) == whole[:3]
-    assert moved("cut") == whole[2:]
+    task = alignment(dense, blocks, tau_start=2.0, tau_end=0.01)
+    moved = [values["moved_fraction"] for values in aligned(task, tmp_path / "run")]
+    assert moved[0] == 0 < sum(moved)
 
 
 def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):

@@ -12,7 +12,6 @@ from two_ranks import CONFIG
 from dotmoe.method.finetuning import finetune
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.load import LoadConfig, describe_dense
-from dotmoe.training.loop import TrainingConfig
 from runs import torchrun, weights_of
 
 
@@ -54,21 +53,6 @@ def test_what_is_trained_changes_and_nothing_else(what, train, tiny_dense, layou
     centred = layout.router_LED - layout.router_LED.mean(dim=1, keepdim=True)
     assert (after["router"] - centred).abs().max() > 1e-3
     assert what != "everything" or losses[-1] < losses[0]
-
-
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights(train):
-    config, training = replace(CONFIG, kl_weight=0.0), TrainingConfig(checkpoint_every=2)
-    whole, steps = train("whole", config), []
-
-    def stop(step, metrics):
-        if step == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train("cut", config, training=training, on_step=stop)
-    resumed = train("cut", config, training=training, on_step=lambda step, _: steps.append(step))
-    assert steps == [3, 4]
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
 @pytest.mark.filterwarnings("error:FSDP2")

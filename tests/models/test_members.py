@@ -20,6 +20,7 @@ from dotmoe.export.format import layer_names
 from dotmoe.method.masked import masked_by
 from dotmoe.models.checkpoint import EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.models.family import FAMILIES, MOE, WRAPPER, family_of
+from export.comparison import logits_of
 from runs import GRANITE_FACTORS
 
 WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}
@@ -78,11 +79,6 @@ def longrope_of(frequencies):
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case[0], *case[1]]))
-
-
-def logits_of(model, tokens_BT):
-    with torch.no_grad():
-        return model(input_ids=tokens_BT).logits
 
 
 def test_a_family_cannot_be_registered_without_being_in_this_suite():

@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from dotmoe.cli import COMMANDS
 from dotmoe.common.files import write_json
-from dotmoe.models.load import LoadConfig, load_dense
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -123,20 +121,6 @@ def test_a_run_that_is_finished_is_not_started_again(tmp_path, monkeypatch):
     asked = runner.experiment("tab_motivation_mse_combined")["runs"]
     assert runner.make(asked, RUNS, start=True) == 3
     assert started == ["single_layer_0"]
-
-
-def test_the_recovery_curve_measures_cross_entropy_over_windows(tiny_dense):
-    curve = importlib.import_module("recovery_curve")
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig(dtype="float32"))
-    heldout = curve.Heldout(dense, 600)
-    parts = [part.long() for part in heldout.text.tokens.split(256) if len(part) > 1]
-    with torch.no_grad():
-        losses = [dense.model(input_ids=part[None], labels=part[None]).loss for part in parts]
-    lengths = [len(part) - 1 for part in parts]
-    found = heldout.measured()
-    assert found["tokens"] == sum(lengths) == 597
-    mean = sum(float(loss) * n for loss, n in zip(losses, lengths, strict=True)) / 597
-    assert found["loss"] == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -559,25 +559,23 @@ HELDOUT_SHARE = 16
 """One file in this many is held out."""
 # Generated character tables and Unicode dumps: long, repetitive, nothing to learn from.
 _TABLES = ("encodings/", "pydoc_data/", "lib2to3/pgen2/", "unicodedata", "html/entities.py")
-_PACKAGES, _TESTS = {"site-packages", "dist-packages"}, {"test", "tests", "idle_test"}
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-def stdlib_documents(split: Split, *, include_tests: bool = False) -> Iterator[str]:
-    """Source files of this Python's standard library, ordered by a hash of their path.
+def stdlib_documents(split: Split) -> Iterator[str]:
+    """Source files of this Python's standard library without its tests, by a hash of their path.
 
     The order is the same everywhere, and the first few files are as good a sample as any. The hash
-    also selects the held-out files: the embedded model is trained on the others, and the quickstart
-    measures it on these, on any machine and Python version. `include_tests` adds the library's own
-    test suite, which some distributions do not install.
+    also selects the held-out files: the embedded model was trained on the others, and the
+    quickstart measures it on these, on any machine and Python version.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    excluded = _PACKAGES if include_tests else _PACKAGES | _TESTS
     chosen = {}
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()
         digest = sha256(name.encode()).digest()
         own_split = "heldout" if digest[0] % HELDOUT_SHARE == 0 else "train"
-        is_library = not name.startswith(_TABLES) and excluded.isdisjoint(name.split("/")[:-1])
+        is_library = not name.startswith(_TABLES) and _LEFT_OUT.isdisjoint(name.split("/")[:-1])
         if own_split == split and is_library:
             chosen[digest] = path
     for _, path in sorted(chosen.items()):
