@@ -163,17 +163,3 @@ def test_a_finetuned_run_has_its_own_routing(finished, finetuned, tmp_path):
     copies = (made.copied_to(tmp_path / made.name).folder for made in (finished, finetuned))
     first, second = (analysed(copy, "expert_utilisation", tokens=128)["values"] for copy in copies)
     assert first["share_LE"] != second["share_LE"]
-
-
-@pytest.mark.slow
-def test_a_shared_expert_is_no_part_of_the_load(tiny_dense, text_file, tmp_path, command):
-    out = tmp_path / "cmoe"
-    options = {"method": "cmoe", "expert_size": 8, "active_experts": 4, "data": text_file}
-    options |= {"calibration_tokens": 256, "eval_tokens": 512, "scale_tokens": 256, "seq_len": 32}
-    said = command("convert", tiny_dense("llama"), out, **options)
-    assert said.status == 0, said.err
-    found = analyse(AnalyseConfig(run=str(out), tokens=256))
-    assert list(found) == list(ANALYSES)[:4]
-    used = found["expert_utilisation"]["values"]
-    assert (used["num_experts"], used["active_experts"]) == (10, 2)
-    assert [sum(layer) for layer in used["share_LE"]] == pytest.approx([2.0, 2.0])

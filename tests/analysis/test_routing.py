@@ -54,7 +54,10 @@ def inputs_of_the_last_ffn(dense, tokens):
     return seen[0].flatten(0, 1)
 
 
-def test_routes_are_the_largest_logits_of_every_token(dense, layout, tokens, monkeypatch):
+def test_routes_are_the_largest_logits_of_every_token(dense, layout_of, tokens, monkeypatch):
+    """Also beside a shared expert, which is no part of the load."""
+    layout = layout_of(dense, shared_size=12)
+    layout.expert_of_neuron_LN[0] = ALWAYS_ON
     monkeypatch.setattr(run, "FORWARD_TOKENS", 72)  # three blocks a pass, the last pass of one
     x_TD = inputs_of_the_last_ffn(dense, tokens)
     logits_TE = x_TD.double().numpy() @ layout.router_LED[-1].double().numpy().T

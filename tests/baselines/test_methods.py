@@ -32,7 +32,7 @@ from dotmoe.rivals.baselines.contract import balanced_kmeans, optimal_assignment
 from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates
 from dotmoe.rivals.baselines.llama_moe_v2 import importance, most_listed
 from dotmoe.rivals.baselines.lte import soft_stage
-from dotmoe.rivals.baselines.moefication import by_predictor, co_activation_counts, swapped
+from dotmoe.rivals.baselines.moefication import by_predictor, co_activation_counts
 from dotmoe.training.losses import CPU_CHUNK_ROWS
 
 S, E, K = 8, 12, 4
@@ -337,16 +337,6 @@ def test_no_swap_of_two_neurons_improves_the_co_activation_cut(dense, inputs_of)
     generator = torch.Generator().manual_seed(0)
     chance = [torch.randperm(E * S, generator=generator) // S for _ in range(50)]
     assert reached > max(weight_inside(counts, order) for order in chance)
-
-
-def test_swaps_end_at_the_size_of_a_real_ffn():
-    generator = torch.Generator().manual_seed(0)
-    active = (torch.rand(64, 2_048, generator=generator) < 0.2).float()
-    counts = (active.T @ active).fill_diagonal_(0)
-    start = torch.randperm(2_048, generator=generator) // 128
-    end = swapped(counts, start, 16)
-    assert weight_inside(counts, end) > weight_inside(counts, start)
-    assert torch.bincount(end).tolist() == [128] * 16
 
 
 # --- LLaMA-MoE v2

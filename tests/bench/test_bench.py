@@ -169,13 +169,9 @@ def test_a_file_of_an_unknown_user_does_not_exist(monkeypatch):
         bench(BenchConfig(dense="~no-such-user/dense.gguf", moe="~no-such-user/moe.gguf"))
 
 
-def test_time_of_the_processor_stands_still_while_a_process_sleeps(pair):
+def test_the_clock_that_is_asked_for_is_read(pair):
     clocks = [runner_of(pair / "dense", clock)._now for clock in ("cpu", "wall")]
-    starts = [now() for now in clocks]
-    time.sleep(0.2)
-    in_processor, on_wall = (now() - start for now, start in zip(clocks, starts, strict=True))
-    assert in_processor < 0.1
-    assert on_wall >= 0.2
+    assert clocks == [time.process_time, time.perf_counter]
 
 
 @pytest.mark.parametrize("name", ["dense", "glm4_moe", "mixtral"])

@@ -4,7 +4,6 @@ Oracles: the tokenizer, document by document, and the shares counted at every mo
 """
 
 import copy
-import itertools
 import json
 import random
 
@@ -328,16 +327,6 @@ def test_rows_of_wikitext_are_warned_of_once(with_bos, caplog):
     assert "dotmoe evaluate --protocol gptq" in caplog.text
     pack(["".join(rows), "a = b = c\n"], with_bos)
     assert len(caplog.records) == 1
-
-
-def test_reading_stops_at_max_tokens(with_bos):
-    def endless():
-        for number in itertools.count(1):
-            yield f"document {number} "
-
-    tokens = pack(endless(), with_bos, 1000)[0]
-    assert tokens.numel() == 1000
-    assert torch.equal(tokens[:500], pack(endless(), with_bos, 500)[0])
 
 
 def test_real_stories_pack_and_read_back(shared_data):

@@ -9,7 +9,6 @@ pytest.importorskip("llama_cpp")
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.export import gguf_format
 from dotmoe.export.llama_cpp import LlamaCppModel
-from dotmoe.models.load import LoadConfig, load_dense
 from export.comparison import logits_of, masked_logits, relative_error
 from runs import LLAMA3_ROPE, rope
 
@@ -129,16 +128,3 @@ def test_a_death_of_llama_cpp_is_one_line(write):
     with pytest.raises(UserError, match=r"ended with status 1 \(llama_model_load: error") as caught:
         LlamaCppModel(file, context=8)
     assert "\n" not in str(caught.value)
-
-
-def test_a_real_checkpoint_runs(shared_data, write):
-    folder = shared_data / "models/stories260K"
-    if not folder.is_dir():
-        pytest.skip(f"no checkpoint at {folder}")
-    dense = load_dense(str(folder), LoadConfig(device="cpu"))
-    text = "Once upon a time, there was a little girl named Lily. She loved to play outside. " * 9
-    ids = torch.tensor(dense.tokenizer(text).input_ids[:200])[None]
-    record = write(dense, {"num_experts": 43, "active_experts": 11}, text_BT=ids).record
-    assert record.details["tokenizer"] == "llama/default"
-    assert record.verification["run"]["tokenized_texts"] == 5
-    assert record.verification["run"]["top1_agreement"] > 0.95

@@ -171,13 +171,6 @@ def correlated():
     return torch.randn(5, 16, generator=generator).double(), x_TI.double()
 
 
-def test_a_feature_that_is_never_read_is_pruned_first(correlated):
-    weight_OI, x_TI = correlated
-    x_TI[:, 5] = 0
-    found = correcting(x_TI.T @ x_TI)(100 * weight_OI)
-    assert not found[:, 5].any()
-
-
 @pytest.mark.parametrize("columns", [4, 8, 128])
 def test_wanda_and_sparsegpt_agree_with_llm_compressor(columns, monkeypatch):
     """Tensors of tests/pruning/fixtures, made by that library in an environment of its own."""

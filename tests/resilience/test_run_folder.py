@@ -3,13 +3,10 @@
 import fcntl
 import json
 import shutil
-import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
-import datasets
 import pytest
-from datasets import IterableDataset
 from safetensors.torch import load_file, save_file
 
 from dotmoe.common.errors import UserError
@@ -173,34 +170,6 @@ def test_an_interrupt_keeps_sampled_batches_and_the_run_goes_on_from_them(finish
     assert 0 < len(kept[0]) < len(kept[1])
     assert kept[1].startswith(kept[0])
     assert made.made().tensors() == whole.tensors()
-
-
-def test_a_stream_that_stays_broken_keeps_its_tokens_and_the_run_goes_on(
-    finished, tmp_path, monkeypatch
-):
-    is_broken = False
-
-    def rows():
-        for number in range(200):
-            if is_broken and number > 80:
-                raise ConnectionResetError("reset by peer")
-            yield {"text": f"{number}: the crow ate {number * 7 % 13} figs."}
-
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *_, **__: IterableDataset.from_generator(rows)
-    )
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    whole, made = (finished.at(tmp_path / name, data="some/text") for name in ("whole", "run"))
-    config = config_of(whole.made(), out=str(made.folder))
-    is_broken = True
-    with pytest.raises(
-        UserError, match=r"reset by peer\..* [\d,]{5,} tokens are kept: the same command"
-    ):
-        convert(config, Progress(quiet=True))
-    is_broken = False
-    convert(config, Progress(quiet=True))
-    assert made.tensors() == whole.tensors()
 
 
 def test_what_finished_nothing_leaves_nothing_but_a_users_files(finished, tmp_path):
