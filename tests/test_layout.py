@@ -19,11 +19,6 @@ def layout(**changes):
     return ExpertLayout(**(values | changes))
 
 
-def test_neurons_of_an_expert_are_those_assigned_to_it():
-    assert layout().neurons_of_expert(0).tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert layout().neurons_of_expert(1).tolist() == [[4, 5], [2, 3], [0, 1]]
-
-
 @pytest.mark.parametrize("damage", ["missing", "truncated", "foreign"])
 def test_a_damaged_file_is_refused_in_one_line(damage, tmp_path):
     file = tmp_path / "layout.safetensors"
@@ -73,7 +68,8 @@ def test_extraction_centres_routers_and_keeps_the_routing():
     assert (before == after).all(dim=1).float().mean() > 0.99
 
 
-def test_always_on_neurons_and_leading_dense_layers():
+def test_neurons_of_experts_always_on_and_of_leading_dense_layers():
+    assert layout().neurons_of_expert(1).tolist() == [[4, 5], [2, 3], [0, 1]]
     mixed = layout(expert_of_neuron_LN=torch.tensor([[-1, -1, -1, -1, -1], [2, -1, 1, 0, -1]]))
     assert list(mixed.moe_layers) == [1]
     assert mixed.shared_neurons(1).tolist() == [1, 4]

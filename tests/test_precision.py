@@ -93,11 +93,3 @@ def test_energies_of_heads(dense_of, tokens_BT, lowered):
             energy()
         assert watch.seen
         assert all(seen[2:] == ["highest", False] for seen in watch.seen)
-
-
-def test_router_gradients_are_autograds():
-    x, router, weight = torch.randn(7, 5), torch.randn(3, 5), torch.randn(7, 3)
-    ours, plain = ([tensor.clone().requires_grad_() for tensor in (x, router)] for _ in range(2))
-    (router_logits(*ours) * weight).sum().backward()
-    ((plain[0] @ plain[1].T) * weight).sum().backward()
-    assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, plain, strict=True))

@@ -90,8 +90,9 @@ def unit(rows):
 # --- from methods to layouts
 
 
-@pytest.mark.parametrize("split_router", ["own", "ridge"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "split_router"), [*((name, "own") for name in METHODS), ("random_split", "ridge")]
+)
 def test_no_method_keeps_the_inputs_of_all_layers(
     method, split_router, dense_of, tokens_BT, monkeypatch
 ):

@@ -12,7 +12,6 @@ import torch
 from written_text import TEXTS, jsonl, parquet_bytes, read, write
 
 from dotmoe.common.errors import UserError
-from dotmoe.models.load import LoadConfig, load_dense
 from dotmoe.text import blocks as data
 from dotmoe.text.blocks import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
 from dotmoe.text.sources import DOLMINO_PERCENT, DataConfig, StreamError, documents, sources_of
@@ -327,14 +326,3 @@ def test_rows_of_wikitext_are_warned_of_once(with_bos, caplog):
     assert "dotmoe evaluate --protocol gptq" in caplog.text
     pack(["".join(rows), "a = b = c\n"], with_bos)
     assert len(caplog.records) == 1
-
-
-def test_real_stories_pack_and_read_back(shared_data):
-    path = shared_data / "text/tinystories/train_slice.txt.gz"
-    text = "".join(read(path))
-    assert len(text.encode()) == 941_894
-    dense = load_dense(str(shared_data / "models/stories260K"), LoadConfig(device="cpu"))
-    flat = pack(read(path), dense.tokenizer, 20_000)[0]
-    assert flat[0] == dense.tokenizer.bos_token_id
-    decoded = dense.tokenizer.decode(flat[1:], skip_special_tokens=True)
-    assert text.startswith(decoded.strip()[:-4])

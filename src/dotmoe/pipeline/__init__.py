@@ -112,7 +112,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             dense = load_dense(run.folder.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
             to_repair = config.repairing.tokens(split, dense.config) if config.repair else 0
-            run.tokenise(dense, max(calibration_tokens(config, dense.widths.model), to_repair))
+            run.tokenise(dense, max(config.calibration_tokens(dense.widths.model), to_repair))
             split = _with_dense_layers(run, dense, split)
             state = None
             if config.method == "dot_moe" or config.align.steps:
@@ -420,12 +420,6 @@ def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
 def budget_of(config: RunConfig, dense: DenseModel) -> int:
     """Active parameters per token of a conversion with these experts, without routers."""
     return count_parameters(dense.config, dense.family, _requested_split(config, dense)).active
-
-
-def calibration_tokens(config: RunConfig, width: int) -> int:
-    """Number of tokens that calibration reads for a model of this width; 0 for a random start."""
-    at_random = config.method == "dot_moe" and config.calibrate.start == "random"
-    return 0 if at_random else config.calibrate.tokens(width)
 
 
 def _requested_split(config: RunConfig, dense: DenseModel) -> Granularity:

@@ -29,7 +29,7 @@ from dotmoe.method.calibrate import CalibrateConfig, Start
 from dotmoe.method.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.load import describe_dense
-from dotmoe.pipeline import budget_of, calibration_tokens, convert, finetune, prune, split_of
+from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.pruning import PRUNING
 from dotmoe.run.config import PruneRunConfig, RunConfig, finetune_recipe
@@ -550,7 +550,7 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
 def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
     """Number of tokens that a conversion's calibration and `steps` of training were given."""
     block = min(config.data.seq_len, model.widths.context)
-    return calibration_tokens(config, model.widths.model) + steps * config.align.batch_size * block
+    return config.calibration_tokens(model.widths.model) + steps * config.align.batch_size * block
 
 
 def _is_finetuned(config: CompareConfig, row: Row) -> bool:

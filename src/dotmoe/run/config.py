@@ -65,6 +65,11 @@ class RunConfig:
     seed: Annotated[int, at_least(0)] = 0
     """Seed of initial values and data order. Same seed, machine and thread count: same result."""
 
+    def calibration_tokens(self, width: int) -> int:
+        """Number of tokens that calibration reads for a model of this width; 0: a random start."""
+        at_random = self.method == "dot_moe" and self.calibrate.start == "random"
+        return 0 if at_random else self.calibrate.tokens(width)
+
     def settled(self) -> Self:
         """This config with the experts that its defaults mean for the model, see `settled_experts`.
 

@@ -91,11 +91,10 @@ class Stages:
     @classmethod
     def of(cls, sizes: Sizes, config: RunConfig) -> "Stages":
         """The stages of a conversion with this config."""
-        at_random = config.method == "dot_moe" and config.calibrate.start == "random"
         seq_len = min(config.data.seq_len, sizes.widths.context)
         return cls(
             sizes=sizes,
-            calibration_tokens=0 if at_random else config.calibrate.tokens(sizes.widths.model),
+            calibration_tokens=config.calibration_tokens(sizes.widths.model),
             repair_tokens=config.repair * config.repairing.tokens(sizes.split, sizes.config),
             repair_epochs=config.repairing.repair_epochs,
             training_tokens=config.align.steps * config.align.batch_size * seq_len,
