@@ -23,9 +23,10 @@ from dotmoe.measure.analyse.overhead import OF_ASSIGNMENT, Clock, mask_cost
 from dotmoe.measure.inspection.planner import Accelerator, products, seconds
 from dotmoe.measure.inspection.sizes import Sizes, step_memory
 from dotmoe.measure.inspection.sizes import Step as PlannedStep
-from dotmoe.method.align import AlignConfig, Alignment
+from dotmoe.method.align import Alignment
+from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState, AssignmentConfig
+from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
 from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import recomputing

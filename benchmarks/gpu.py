@@ -22,10 +22,12 @@ import alignment_step
 import finetune_step
 from alignment_step import Subject
 from dotmoe.common.files import read_json
-from dotmoe.export import export
-from dotmoe.export.format import ExportConfig
-from dotmoe.method.repair import RepairConfig, repair
-from dotmoe.models.load import LoadConfig, describe_dense, left_on_disk, load_dense
+from dotmoe.export.config import ExportConfig
+from dotmoe.export.write import export
+from dotmoe.method.config import RepairConfig
+from dotmoe.method.repair import repair
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import describe_dense, left_on_disk, load_dense
 from dotmoe.text.blocks import TokenBlocks
 from random_models import Shape, random_layout, random_tokens, write_random_dense
 from rounds import keep, require_device

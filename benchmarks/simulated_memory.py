@@ -33,10 +33,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from dotmoe.common.distributed import fsdp_mesh, local_part, mesh
 from dotmoe.measure.inspection.sizes import Sizes, Step, step_memory
-from dotmoe.method.align import AlignConfig, Alignment, LearnedAssignment
-from dotmoe.method.finetuning import FinetuneConfig, Finetuning, Student
+from dotmoe.method.align import Alignment, LearnedAssignment
+from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig
+from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState, AssignmentConfig
+from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
 from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel, family_of, meta_model

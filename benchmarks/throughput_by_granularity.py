@@ -22,10 +22,12 @@ from dotmoe.common.progress import Progress
 from dotmoe.common.tables import to_markdown
 from dotmoe.export.architectures import FORMATS
 from dotmoe.measure import bench
-from dotmoe.measure.bench import BenchConfig, TransformersRunner
-from dotmoe.method.granularity import ExpertsConfig, Granularity, resolve
+from dotmoe.measure.bench import TransformersRunner
+from dotmoe.measure.config import BenchConfig
+from dotmoe.method.config import ExpertsConfig
+from dotmoe.method.granularity import Granularity, resolve
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
-from dotmoe.models.load import LoadConfig
 from random_models import QWEN25_7B, Shape, default_dtype, random_dense
 from rounds import keep, require_device
 

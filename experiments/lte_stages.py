@@ -23,8 +23,9 @@ from tyro.conf import Positional
 from dotmoe.common.files import write_json
 from dotmoe.measure.evaluate.perplexity import heldout_perplexity
 from dotmoe.method.calibrate import block_inputs, unit_logits
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
-from dotmoe.models.load import LoadConfig, load_described
+from dotmoe.models.load import load_described
 from dotmoe.rivals.baselines import Baseline, active_share, routed_by_own
 from dotmoe.rivals.baselines.contract import next_token_loss
 from dotmoe.rivals.baselines.lte import soft_stage, stepped

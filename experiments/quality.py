@@ -22,11 +22,10 @@ from dotmoe import convert, finetune, finetune_recipe, recipe
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.progress import Progress
+from dotmoe.measure.config import EvaluateConfig, TextConfig
 from dotmoe.measure.evaluate import evaluate
-from dotmoe.measure.evaluate.models import EvaluateConfig, TextConfig
-from dotmoe.method.granularity import ExpertsConfig
-from dotmoe.method.repair import RepairConfig
-from dotmoe.models.load import LoadConfig
+from dotmoe.method.config import ExpertsConfig, RepairConfig
+from dotmoe.models.config import LoadConfig
 from dotmoe.run.config import RunConfig
 from dotmoe.run.folder import provenance
 

@@ -21,12 +21,14 @@ from tyro.conf import Positional
 
 from dotmoe.common.distributed import fsdp_mesh
 from dotmoe.common.files import write_json
-from dotmoe.measure.evaluate.models import TextConfig, stock_nats
+from dotmoe.measure.config import TextConfig
+from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
 from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.masked import masked_by
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel, meta_model
-from dotmoe.models.load import LoadConfig, load_described
+from dotmoe.models.load import load_described
 from dotmoe.run.config import finetune_recipe
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import provenance

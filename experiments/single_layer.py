@@ -27,16 +27,11 @@ from dotmoe.method.calibrate import block_inputs, calibrate
 from dotmoe.method.layout import ExpertLayout, extract
 from dotmoe.method.masked import masked, masked_by
 from dotmoe.method.router import dense_only, router_losses
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import input_hooks
-from dotmoe.models.load import LoadConfig, load_dense
-from dotmoe.rivals.baselines import (
-    METHODS,
-    Baseline,
-    SplitInputs,
-    granularity_of,
-    routed_by_own,
-)
+from dotmoe.models.load import load_dense
+from dotmoe.rivals.baselines import METHODS, Baseline, SplitInputs, granularity_of, routed_by_own
 from dotmoe.run.config import RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import provenance

@@ -36,12 +36,13 @@ from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
 from dotmoe.common.tables import in_bytes, in_time, percent, to_markdown
+from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.evaluate.perplexity import curve_table
-from dotmoe.measure.inspection import InspectConfig, inspect_model
+from dotmoe.measure.inspection import inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
 from dotmoe.measure.report.page import quickstart_summary
-from dotmoe.method.granularity import ExpertsConfig
-from dotmoe.models.load import LoadConfig
+from dotmoe.method.config import ExpertsConfig
+from dotmoe.models.config import LoadConfig
 from dotmoe.pipeline import compare
 
 ROOT = Path(__file__).resolve().parents[1]

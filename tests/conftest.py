@@ -25,9 +25,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dotmoe.cli import run
-from dotmoe.export import GgufConfig, export
+from dotmoe.export.config import GgufConfig
+from dotmoe.export.write import export
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 from runs import REQUIRED, TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, words
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"

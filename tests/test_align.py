@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from dotmoe.common.errors import UserError
-from dotmoe.method.align import AlignConfig, Alignment, align
+from dotmoe.method.align import Alignment, align
+from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState, AssignmentConfig, extract
+from dotmoe.method.layout import AlignState, extract
 from dotmoe.method.masked import masked
 from dotmoe.method.transport import balanced_plan, greedy_assignment
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 from dotmoe.text.blocks import TokenBlocks
-from dotmoe.training.loop import TrainingConfig
+from dotmoe.training.config import TrainingConfig
 
 E, K = 12, 3
 CONFIG = AlignConfig(steps=6, batch_size=4, micro_batch_size=4, lr=1e-2, max_epochs=100.0)

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dotmoe.common.errors import UserError
 from dotmoe.method.calibrate import (
-    CalibrateConfig,
     RidgeRouter,
     block_inputs,
     calibrate,
@@ -19,6 +18,7 @@ from dotmoe.method.calibrate import (
     pruning_errors,
     router_aware_start,
 )
+from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.text.blocks import TokenBlocks
 

@@ -14,12 +14,12 @@ import torch
 
 from dotmoe import cli
 from dotmoe.cli import COMMANDS
-from dotmoe.cli.commands import Line
+from dotmoe.cli.line import Line
 from dotmoe.common.errors import UserError
-from dotmoe.pipeline.compare import CompareConfig
+from dotmoe.export.architectures import FORMATS
+from dotmoe.measure.inspection.planner import ACCELERATORS
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.pruning import PRUNING
-from dotmoe.run.config import RunConfig
 
 HELP_COLUMNS, HINT = 100, "See dotmoe convert --help."
 
@@ -40,12 +40,18 @@ def test_every_command_has_help_and_common_options_exist(name, command):
             assert len(above.rstrip()) + len(below.split()[0]) >= HELP_COLUMNS, "a ragged line"
 
 
-def test_the_version_comes_without_pytorch():
-    line = [sys.executable, "-X", "importtime", "-m", "dotmoe", "--version"]
-    said = subprocess.run(line, capture_output=True, text=True, check=True)
-    assert said.stdout == "dotmoe 0.1.0\n"
-    assert "| dotmoe.cli\n" in said.stderr.replace("|   dotmoe", "| dotmoe")
-    assert "torch" not in said.stderr
+def test_help_version_and_wrong_options_come_without_what_takes_seconds_to_import():
+    code = (
+        "import sys; from contextlib import suppress; from dotmoe.cli import COMMANDS, run\n"
+        "for line in ['--version'], ['--help'], *([name, option] for name in COMMANDS "
+        "for option in ('--help', '--help-all', '--nosuch')):\n"
+        "    with suppress(SystemExit): run(line)\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'numpy'} & {*sys.modules}))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("dotmoe 0.1.0\nusage: dotmoe COMMAND")
+    assert said.stderr.count("error") == len(COMMANDS)
+    assert said.stdout.endswith("\n[]\n")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,8 @@ def test_failures_of_the_machine_are_one_line_and_defects_are_not(error, words):
 def test_a_reader_that_has_read_enough_is_no_failure():
     code = (
         "import sys; from dotmoe.cli import commands, run; "
-        "commands.run_bench = lambda line: commands._show('a table'); sys.exit(run(['bench']))"
+        "commands.run_bench = lambda *_: commands._show('a table'); "
+        "sys.exit(run(['bench', 'DENSE', 'MOE']))"
     )
     reader, writer = os.pipe()
     os.close(reader)
@@ -107,18 +114,35 @@ def test_what_a_recipe_or_config_names_may_be_left_out(line, tmp_path):
     name, *words = line.replace("FILE", str(tmp_path / "config.json")).split()
     config = {"command": "convert", "model": "old-model", "out": "old-out"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    parsed, cls = Line(name, tuple(words)), CompareConfig if name == "compare" else RunConfig
+    parsed = Line(name, tuple(words))
     if isinstance(NAMED[line], str):
         with pytest.raises(UserError, match=NAMED[line]):
-            parsed.config(cls)
+            parsed.config()
     else:
-        found = parsed.config(cls)
+        found = parsed.config()
         assert (found.model, found.out) == NAMED[line]
 
 
-def test_choices_come_in_the_order_of_the_table_and_a_percentage_is_guessed(command):
-    said = command("compare", "embedded", "x", "--methods", "nosuch").refusal()
-    shown = re.findall(r"'(\w+)'", said.partition("Expected one of")[2])
-    assert shown == ["dot_moe", *METHODS, *PRUNING, "all"]
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("compare embedded x --methods nosuch", ["dot_moe", *METHODS, *PRUNING, "all"]),
+        ("convert embedded x --method nosuch", ["dot_moe", *METHODS]),
+        ("inspect embedded --gpu nosuch", ["None", *ACCELERATORS]),
+    ],
+)
+def test_choices_are_what_there_is_in_the_order_of_the_table(line, names, command):
+    said = command(*line.split()).refusal()
+    assert re.findall(r"[\w-]+", said.partition("Expected one of")[2].partition(".")[0]) == names
+
+
+def test_help_says_where_each_format_runs(command):
+    said = command("export", "--help").out
+    for name, form in FORMATS.items():
+        editable = "can be edited" if form.active_experts_editable else "is fixed"
+        assert f"{name}: runs in {', '.join(form.servers)}; k {editable}." in said
+
+
+def test_a_percentage_is_guessed(command):
     said = command("inspect", "embedded", "--active", "25").refusal()
     assert "active is 25.0, but it must be at most 1. Did you mean 0.25?" in said

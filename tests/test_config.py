@@ -7,7 +7,7 @@ import pytest
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import check, from_values, values_of
-from dotmoe.method.align import AlignConfig
+from dotmoe.method.config import AlignConfig
 from dotmoe.method.granularity import resolve
 from dotmoe.run.config import (
     RECIPES,
@@ -17,7 +17,7 @@ from dotmoe.run.config import (
     recipe,
     recipe_of,
 )
-from dotmoe.text.sources import DataConfig
+from dotmoe.text.config import DataConfig
 
 HYPERPARAMETERS = {  # tab:hyperparams_moefication
     "assignment": {"tau_start": 1.0, "tau_end": 0.1},

@@ -7,13 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from dotmoe.method.align import AlignConfig, Alignment
-from dotmoe.method.calibrate import CalibrateConfig, calibrate
-from dotmoe.method.finetuning import FinetuneConfig, Finetuning, Student
+from dotmoe.method.align import Alignment
+from dotmoe.method.calibrate import calibrate
+from dotmoe.method.config import (
+    AlignConfig,
+    AssignmentConfig,
+    CalibrateConfig,
+    FinetuneConfig,
+    RepairConfig,
+)
+from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AssignmentConfig, extract
+from dotmoe.method.layout import extract
 from dotmoe.method.masked import masked
-from dotmoe.method.repair import RepairConfig, repair
+from dotmoe.method.repair import repair
 from dotmoe.models.load import describe_dense
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, global_norm, update

@@ -2,13 +2,8 @@ import pytest
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import check
-from dotmoe.method.granularity import (
-    ExpertsConfig,
-    default_expert_size,
-    resolve,
-    resolve_heads,
-    splits_of,
-)
+from dotmoe.method.config import ExpertsConfig
+from dotmoe.method.granularity import default_expert_size, resolve, resolve_heads, splits_of
 
 
 def split(width, **settings):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dotmoe.common.errors import UserError
+from dotmoe.method.config import AssignmentConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState, AssignmentConfig, ExpertLayout, extract
+from dotmoe.method.layout import AlignState, ExpertLayout, extract
 
 
 def layout(**changes):

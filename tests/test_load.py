@@ -11,15 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
 from dotmoe.models.checkpoint import Tensors, tensor_files
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
-from dotmoe.models.load import (
-    LoadConfig,
-    dense_config,
-    describe_dense,
-    dtype_for,
-    left_on_disk,
-    load_dense,
-)
+from dotmoe.models.load import dense_config, describe_dense, dtype_for, left_on_disk, load_dense
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -5,7 +5,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from dotmoe.common.errors import UserError
 from dotmoe.export.parameters import ParameterCounts, count_parameters, nearest_active_experts
-from dotmoe.method.granularity import ExpertsConfig, resolve, splits_of
+from dotmoe.method.config import ExpertsConfig
+from dotmoe.method.granularity import resolve, splits_of
 from dotmoe.models.family import family_of, meta_model
 from dotmoe.run.config import recipe
 

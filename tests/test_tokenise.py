@@ -12,15 +12,9 @@ import torch
 
 from dotmoe.common.progress import Progress
 from dotmoe.text.blocks import TokenBlocks, pack
-from dotmoe.text.sources import DataConfig, documents
-from dotmoe.text.tokenise import (
-    SampleConfig,
-    Text,
-    require_sources,
-    sample_blocks,
-    sampled_rows,
-    tokenise,
-)
+from dotmoe.text.config import DataConfig, SampleConfig
+from dotmoe.text.sources import documents
+from dotmoe.text.tokenise import Text, require_sources, sample_blocks, sampled_rows, tokenise
 
 
 @pytest.fixture(scope="module")

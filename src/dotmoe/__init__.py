@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dotmoe.common.errors import UserError
-    from dotmoe.method.finetuning import FinetuneConfig
+    from dotmoe.method.config import FinetuneConfig
     from dotmoe.method.layout import ExpertLayout
-    from dotmoe.models.load import LoadConfig
+    from dotmoe.models.config import LoadConfig
     from dotmoe.pipeline import Conversion, convert, finetune
     from dotmoe.run.config import FinetuneRunConfig, RunConfig, finetune_recipe, recipe
-    from dotmoe.text.sources import DataConfig
-    from dotmoe.training.loop import TrainingConfig
+    from dotmoe.text.config import DataConfig
+    from dotmoe.training.config import TrainingConfig
 
 __version__ = "0.1.0"
 
@@ -43,13 +43,13 @@ __all__ = [
 
 _HOMES = {
     "run.config": ("FinetuneRunConfig", "RunConfig", "finetune_recipe", "recipe"),
-    "text.sources": ("DataConfig",),
+    "text.config": ("DataConfig",),
     "common.errors": ("UserError",),
-    "method.finetuning": ("FinetuneConfig",),
+    "method.config": ("FinetuneConfig",),
     "method.layout": ("ExpertLayout",),
-    "models.load": ("LoadConfig",),
+    "models.config": ("LoadConfig",),
     "pipeline": ("Conversion", "convert", "finetune"),
-    "training.loop": ("TrainingConfig",),
+    "training.config": ("TrainingConfig",),
 }
 
 

@@ -15,7 +15,8 @@ from dotmoe.measure.analyse.experts import costs_said
 from dotmoe.method.layout import ALWAYS_ON
 from dotmoe.method.masked import masked_by
 from dotmoe.method.router import is_dense
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 from dotmoe.run.finished import FinishedRun
 
 QUICK = {"tokens": 128, "profile_steps": 2}

@@ -13,14 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.measure.report.plots import is_installed
-from dotmoe.method.granularity import ExpertsConfig
+from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.pipeline import convert
-from dotmoe.pipeline.compare import CompareConfig, over_seeds, points_of, table
-from dotmoe.rivals.baselines import METHODS, BaselineConfig
+from dotmoe.pipeline.compare import over_seeds, points_of, table
+from dotmoe.rivals.baselines import METHODS
+from dotmoe.rivals.config import BaselineConfig
 from dotmoe.rivals.pruning import PRUNING
-from dotmoe.run.config import PruneRunConfig
-from dotmoe.text.sources import DataConfig
+from dotmoe.run.config import CompareConfig, PruneRunConfig
+from dotmoe.text.config import DataConfig
 from runs import TINY_CONVERT, TINY_FINETUNE
 
 OPTIONS = TINY_CONVERT | {"active_experts": 4}

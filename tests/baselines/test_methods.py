@@ -13,14 +13,14 @@ from scipy.optimize import linear_sum_assignment
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dotmoe.common.errors import UserError
-from dotmoe.method.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contributions
+from dotmoe.method.calibrate import RidgeRouter, block_inputs, contributions
+from dotmoe.method.config import AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import ALWAYS_ON, DROPPED, AssignmentConfig, extract
+from dotmoe.method.layout import ALWAYS_ON, DROPPED, extract
 from dotmoe.method.transport import greedy_assignment
 from dotmoe.rivals.baselines import (
     METHODS,
     Baseline,
-    BaselineConfig,
     SplitInputs,
     baseline,
     contract,
@@ -33,6 +33,7 @@ from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates
 from dotmoe.rivals.baselines.llama_moe_v2 import importance, most_listed
 from dotmoe.rivals.baselines.lte import soft_stage
 from dotmoe.rivals.baselines.moefication import by_predictor, co_activation_counts
+from dotmoe.rivals.config import BaselineConfig
 from dotmoe.training.losses import CPU_CHUNK_ROWS
 
 S, E, K = 8, 12, 4

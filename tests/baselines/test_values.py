@@ -5,7 +5,8 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dotmoe.pipeline.compare import CompareConfig, points_of
+from dotmoe.pipeline.compare import points_of
+from dotmoe.run.config import CompareConfig
 from runs import TINY_CONVERT
 
 OPTIONS = {key: value for key, value in TINY_CONVERT.items() if key != "expert_size"}

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.tables import to_markdown
-from dotmoe.export import ExportConfig, GgufConfig, export
+from dotmoe.export.config import ExportConfig, GgufConfig
 from dotmoe.export.llama_cpp import Runtime
+from dotmoe.export.write import export
 from dotmoe.measure.bench import (
-    BenchConfig,
     LlamaRunner,
     TransformersRunner,
     bench,
@@ -26,6 +26,7 @@ from dotmoe.measure.bench import (
     ratio_quartiles,
     table,
 )
+from dotmoe.measure.config import BenchConfig
 from runs import weights_of
 
 SMALL = {"batch_sizes": (1, 3), "prompt_tokens": 9, "context_tokens": 5, "decode_steps": 2}

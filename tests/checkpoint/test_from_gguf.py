@@ -18,7 +18,8 @@ from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, dequantize, get_tensor_name
 from dotmoe.common.errors import UserError
 from dotmoe.export import llama_cpp
 from dotmoe.models.checkpoint import checkpoint_folder
-from dotmoe.models.load import LoadConfig, dense_config, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import dense_config, load_dense
 from export.comparison import logits_of
 from runs import TINY_CONVERT, TINY_FINETUNE, rope
 

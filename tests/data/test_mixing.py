@@ -14,7 +14,8 @@ from written_text import TEXTS, jsonl, parquet_bytes, read, write
 from dotmoe.common.errors import UserError
 from dotmoe.text import blocks as data
 from dotmoe.text.blocks import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
-from dotmoe.text.sources import DOLMINO_PERCENT, DataConfig, StreamError, documents, sources_of
+from dotmoe.text.config import DataConfig
+from dotmoe.text.sources import DOLMINO_PERCENT, StreamError, documents, sources_of
 
 
 def folk(sign, count, longest, seed):

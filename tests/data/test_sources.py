@@ -14,15 +14,8 @@ from written_text import TEXTS, jsonl, parquet_bytes, read, refusal_of, write
 
 from dotmoe.common.errors import UserError
 from dotmoe.text import sources
-from dotmoe.text.sources import (
-    FIELDS,
-    PIECE_CHARACTERS,
-    Continuation,
-    DataConfig,
-    cut,
-    documents,
-    opened,
-)
+from dotmoe.text.config import DataConfig
+from dotmoe.text.sources import FIELDS, PIECE_CHARACTERS, Continuation, cut, documents, opened
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst", ".bz2"])

@@ -7,7 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from dotmoe.common.errors import UserError
-from dotmoe.text.sources import DataConfig, documents
+from dotmoe.text.config import DataConfig
+from dotmoe.text.sources import documents
 
 TEXTS = ["The cat sat on the mat.\n", "Zwölf Boxkämpfer 🙂", "x = [1, 2]\n\n\ty = 3"]
 

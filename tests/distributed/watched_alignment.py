@@ -22,16 +22,18 @@ from dotmoe.common.distributed import (
     rank,
 )
 from dotmoe.common.errors import UserError
-from dotmoe.method.align import AlignConfig, Alignment
-from dotmoe.method.calibrate import CalibrateConfig, calibrate
+from dotmoe.method.align import Alignment
+from dotmoe.method.calibrate import calibrate
+from dotmoe.method.config import AlignConfig, AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AssignmentConfig
 from dotmoe.method.masked import masked
 from dotmoe.models.checkpoint import Tensors
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.hooks import recomputing
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.load import load_dense
 from dotmoe.text.blocks import TokenBlocks
-from dotmoe.training.loop import TrainingConfig, train
+from dotmoe.training.config import TrainingConfig
+from dotmoe.training.loop import train
 
 E, K, STEPS = 12, 3, 10
 CONFIG = AlignConfig(

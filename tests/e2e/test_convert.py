@@ -14,12 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.cli.quickstart import QuickstartConfig, quickstart, run_configs
+from dotmoe.cli.quickstart import quickstart, run_configs
 from dotmoe.common.progress import Progress
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.load import load_dense
+from dotmoe.pipeline import settled
+from dotmoe.run.config import QuickstartConfig
 from runs import Forked, TinyRun
 
 TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.is_own}
@@ -92,7 +95,7 @@ def test_the_two_runs_of_the_quickstart_differ_in_the_method_alone():
     static, dotmoe = run_configs(QuickstartConfig()).values()
     assert replace(static, method="dot_moe", out=dotmoe.out) == dotmoe
     assert (static.method, dotmoe.repair, dotmoe.align.steps) == ("static_pruning", True, 0)
-    assert static.settled().experts.active == dotmoe.settled().experts.active == 0.5
+    assert settled(static).experts.active == settled(dotmoe).experts.active == 0.5
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from dotmoe.export.llama_cpp import is_installed
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 
 QUICK = {"scale_tokens": 256, "verify_tokens": 128}
 

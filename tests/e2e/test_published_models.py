@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.test_tokenizer import ids_in_file, ids_of, with_pad
 from dotmoe.common.errors import UserError
-from dotmoe.export import ExportConfig, export
-from dotmoe.models.load import LoadConfig, dense_config, load_dense
+from dotmoe.export.config import ExportConfig
+from dotmoe.export.write import export
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import dense_config, load_dense
 from dotmoe.text.blocks import pack
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 from runs import TEXT

@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dotmoe.measure.evaluate.models import TextConfig, stock_nats
+from dotmoe.measure.config import TextConfig
+from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 
 TEXT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dotmoe.export import ExportConfig, export
-from dotmoe.measure.evaluate.models import TextConfig
+from dotmoe.export.config import ExportConfig
+from dotmoe.export.write import export
+from dotmoe.measure.config import TextConfig
 
 TEXT = "The crows counted seven hills and seven valleys, and went on counting until dusk. " * 8
 

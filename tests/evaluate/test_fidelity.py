@@ -10,7 +10,7 @@ from dotmoe.export.record import set_active_experts
 from dotmoe.measure.evaluate import EvaluateConfig, evaluate
 from dotmoe.method.masked import masked_by
 from dotmoe.models import scoring
-from dotmoe.models.load import LoadConfig
+from dotmoe.models.config import LoadConfig
 
 FORMATS = {"llama": "glm4_moe", "qwen2": "qwen2_moe", "granite": "granitemoe", "olmo2": "flex_olmo"}
 

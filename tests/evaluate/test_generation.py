@@ -8,9 +8,9 @@ import torch
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Progress
+from dotmoe.measure.config import TextConfig
 from dotmoe.measure.evaluate import EvaluateConfig, evaluate
 from dotmoe.measure.evaluate.generation import continuations
-from dotmoe.measure.evaluate.models import TextConfig
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
 

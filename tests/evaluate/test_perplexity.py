@@ -18,9 +18,11 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
-from dotmoe.export import GgufConfig, export
+from dotmoe.export.config import GgufConfig
+from dotmoe.export.write import export
+from dotmoe.measure.config import TextConfig
 from dotmoe.measure.evaluate import EvaluateConfig, evaluate, models
-from dotmoe.measure.evaluate.models import TextConfig, row_nats, stock_nats
+from dotmoe.measure.evaluate.models import row_nats, stock_nats
 from dotmoe.measure.evaluate.perplexity import (
     difference,
     error_over,
@@ -29,7 +31,7 @@ from dotmoe.measure.evaluate.perplexity import (
     perplexity,
 )
 from dotmoe.models import scoring
-from dotmoe.models.load import LoadConfig
+from dotmoe.models.config import LoadConfig
 from dotmoe.text.sources import Continuation
 
 TEXTS = ["The cat sat on the mat.\n" * 9, "Zwölf Boxkämpfer jagen Viktor.", "x = [1, 2, 3]\n" * 11]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dotmoe.common.errors import UserError
+from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate.harness import chance_of, harness_model, require_harness, run_tasks
-from dotmoe.measure.evaluate.models import EvaluateConfig
 from dotmoe.measure.evaluate.tasks import (
     PAPER,
     SETS,
@@ -25,7 +25,7 @@ from dotmoe.measure.evaluate.tasks import (
     of_model,
     with_error,
 )
-from dotmoe.models.load import LoadConfig
+from dotmoe.models.config import LoadConfig
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")

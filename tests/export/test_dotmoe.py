@@ -8,8 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
-from dotmoe.export import ExportConfig, require_exportable
+from dotmoe.export.config import ExportConfig
 from dotmoe.export.record import set_active_experts
+from dotmoe.export.write import require_exportable
 from dotmoe.method.granularity import Granularity
 from export.comparison import logits_of, masked_logits, stock_logits
 

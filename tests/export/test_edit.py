@@ -14,9 +14,9 @@ from huggingface_hub import ModelCard
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import with_checksum
 from dotmoe.common.tables import Table
-from dotmoe.export import ExportRecord
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.record import set_active_experts, write_model_card
+from dotmoe.export.write import ExportRecord
 from dotmoe.pipeline import reexport
 from export.comparison import masked_logits, relative_error, stock_logits
 from runs import weights_of

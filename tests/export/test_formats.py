@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dotmoe.common.errors import UserError
-from dotmoe.export import ExportConfig, export, require_exportable
 from dotmoe.export.architectures import FORMATS
+from dotmoe.export.config import ExportConfig
+from dotmoe.export.write import export, require_exportable
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import DROPPED
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
-from dotmoe.models.load import LoadConfig, describe_dense, load_dense
+from dotmoe.models.load import describe_dense, load_dense
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 from runs import FORMATS_OF, FORMATS_OF_KIN, GRANITE_FACTORS, rope, weights_of
 

@@ -15,13 +15,15 @@ pytest.importorskip("gguf")
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.options import check
 from dotmoe.common.worker import WorkerDiedError
-from dotmoe.export import ExportRecord, GgufConfig, gguf_file, llama_cpp
+from dotmoe.export import gguf_file, llama_cpp
+from dotmoe.export.config import GgufConfig
 from dotmoe.export.format import TensorSpec
 from dotmoe.export.gguf_file import write_gguf
 from dotmoe.export.gguf_format import GgufFormat, pairwise_order
 from dotmoe.export.record import require_checksums, set_active_experts
+from dotmoe.export.write import ExportRecord
 from dotmoe.models.from_gguf import GgufFile
-from dotmoe.pipeline.reexport import ReexportConfig
+from dotmoe.run.config import ReexportConfig
 from runs import LLAMA3_ROPE, rope
 
 YARN_ROPE, DYNAMIC_ROPE = rope("yarn", factor=2.0), rope("dynamic", factor=2.0)

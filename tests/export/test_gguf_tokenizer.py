@@ -13,7 +13,8 @@ pytest.importorskip("gguf")
 
 from dotmoe.export.llama_cpp import LlamaCppModel
 from dotmoe.export.tokenizer import RULES, tokenizer_keys, tokenizer_name
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 
 CORPUS = [
     "It's the 1st of 12 months; they'll say we've 365 days, I'm sure. You'RE not? HE'D be!",

@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dotmoe.common.errors import VerificationError
-from dotmoe.export import ExportConfig, ExportRecord, GgufConfig, export, routers
+from dotmoe.export import routers
 from dotmoe.export.architectures import FORMATS
+from dotmoe.export.config import ExportConfig, GgufConfig
 from dotmoe.export.format import Conversion
 from dotmoe.export.verify import binary_gate_ffn, neuron_mask, problems, sample_tokens
+from dotmoe.export.write import ExportRecord, export
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.load import describe_dense
 

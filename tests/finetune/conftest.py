@@ -7,7 +7,8 @@ import torch
 from two_ranks import unloaded_dense
 
 from dotmoe.common.distributed import fsdp_mesh
-from dotmoe.method.finetuning import FinetuneConfig, Student
+from dotmoe.method.config import FinetuneConfig
+from dotmoe.method.finetuning import Student
 from dotmoe.text.blocks import TokenBlocks
 
 

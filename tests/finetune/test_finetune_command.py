@@ -13,7 +13,8 @@ from dotmoe.cli import run
 from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 from dotmoe.run.config import finetune_recipe
 from dotmoe.text.blocks import TokenBlocks
 from runs import KEEPING_NOTHING, torchrun

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from dotmoe.method import calibrate as start
-from dotmoe.method.align import AlignConfig, Alignment
-from dotmoe.method.calibrate import CalibrateConfig, calibrate
-from dotmoe.method.finetuning import FinetuneConfig, Finetuning
+from dotmoe.method.align import Alignment
+from dotmoe.method.calibrate import calibrate
+from dotmoe.method.config import AlignConfig, AssignmentConfig, CalibrateConfig, FinetuneConfig
+from dotmoe.method.finetuning import Finetuning
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AssignmentConfig
 from dotmoe.method.masked import masked
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, global_norm, parameters_of, update

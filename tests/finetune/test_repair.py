@@ -12,14 +12,16 @@ from safetensors.torch import load_file
 
 from dotmoe.cli import run
 from dotmoe.measure.report import RunResults
+from dotmoe.method.config import RepairConfig
 from dotmoe.method.finetuning import trained_model
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.method.repair import RIDGES, NormalEquations, RepairConfig, refit, repair
+from dotmoe.method.repair import RIDGES, NormalEquations, refit, repair, repair_tokens
 from dotmoe.models import on_disk
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import TARGETS
-from dotmoe.models.load import LoadConfig, left_on_disk, load_described
+from dotmoe.models.load import left_on_disk, load_described
 from dotmoe.run.finished import FinishedRun
 from dotmoe.text.blocks import TokenBlocks
 from heads.families import FAMILIES, head_layout
@@ -169,7 +171,7 @@ def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
 def test_a_repair_reads_40_tokens_for_each_input_by_default(target, inputs, dense_of):
     dense = dense_of("llama")
     split = Granularity(num_experts=4, expert_size=8, active_experts=2, target=target)
-    assert RepairConfig().tokens(split, dense.config) == 40 * inputs
+    assert repair_tokens(RepairConfig(), split, dense.config) == 40 * inputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)

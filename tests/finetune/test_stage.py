@@ -11,7 +11,8 @@ from two_ranks import CONFIG
 
 from dotmoe.method.finetuning import finetune
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.models.load import LoadConfig, describe_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import describe_dense
 from runs import torchrun, weights_of
 
 

@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 from two_ranks import unloaded_dense
 
 from dotmoe.common.distributed import fsdp_mesh, full_tensor, local_part
-from dotmoe.method.finetuning import FinetuneConfig, Finetuning, Student, write_student
+from dotmoe.method.config import FinetuneConfig
+from dotmoe.method.finetuning import Finetuning, Student, write_student
 from dotmoe.method.masked import masked_by
 from dotmoe.method.router import router_losses
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.load import load_dense
 from dotmoe.training.loop import train
 from dotmoe.training.losses import hidden_states
 from runs import weights_of

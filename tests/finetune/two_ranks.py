@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 
 from dotmoe.common.distributed import num_ranks, process_group
-from dotmoe.method.finetuning import FinetuneConfig, finetune
+from dotmoe.method.config import FinetuneConfig
+from dotmoe.method.finetuning import finetune
 from dotmoe.method.layout import ExpertLayout
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import meta_model
-from dotmoe.models.load import LoadConfig, describe_dense
+from dotmoe.models.load import describe_dense
 from dotmoe.text.blocks import TokenBlocks
 
 CONFIG = FinetuneConfig(

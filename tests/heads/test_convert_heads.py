@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.method.align import AlignConfig, Alignment, align
-from dotmoe.method.calibrate import CalibrateConfig, calibrate
-from dotmoe.method.granularity import ExpertsConfig, splits_of
-from dotmoe.method.layout import AssignmentConfig
+from dotmoe.method.align import Alignment, align
+from dotmoe.method.calibrate import calibrate
+from dotmoe.method.config import AlignConfig, AssignmentConfig, CalibrateConfig, ExpertsConfig
+from dotmoe.method.granularity import splits_of
 from dotmoe.text.blocks import TokenBlocks
-from dotmoe.training.loop import TrainingConfig
+from dotmoe.training.config import TrainingConfig
 from runs import TINY_CONVERT, TinyRun
 
 BOTH = ExpertsConfig(expert_size=8, targets="both", heads_per_expert=1)

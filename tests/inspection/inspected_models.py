@@ -6,18 +6,18 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dotmoe.export.format import ExportConfig
-from dotmoe.measure.inspection import InspectConfig, inspect_model
+from dotmoe.export.config import ExportConfig
+from dotmoe.measure.config import InspectConfig
+from dotmoe.measure.inspection import inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
 from dotmoe.measure.inspection.sizes import Sizes, Step
-from dotmoe.method.align import AlignConfig
-from dotmoe.method.granularity import ExpertsConfig, resolve
+from dotmoe.method.config import AlignConfig, ExpertsConfig, RepairConfig
+from dotmoe.method.granularity import resolve
 from dotmoe.method.masked import Masking, masked_ffn
-from dotmoe.method.repair import RepairConfig
 from dotmoe.method.router import Routing
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import family_of
-from dotmoe.models.load import LoadConfig
-from dotmoe.text.sources import DataConfig
+from dotmoe.text.config import DataConfig
 
 HERE = Accelerator(
     name="this CPU",

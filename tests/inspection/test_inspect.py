@@ -16,8 +16,8 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.tables import in_bytes
 from dotmoe.measure.inspection import chosen_in_time, stored_dtype
 from dotmoe.measure.inspection.tables import render
+from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.repair import RepairConfig
 from dotmoe.run.config import recipe
 from runs import TINY_CONVERT, TINY_FINETUNE
 from runs import words as words_of

@@ -19,10 +19,11 @@ from dotmoe.measure.inspection.planner import (
     seconds,
 )
 from dotmoe.measure.inspection.stages import Stages
-from dotmoe.method.repair import RepairConfig, repair
+from dotmoe.method.config import RepairConfig
+from dotmoe.method.repair import repair
 from dotmoe.run.config import RunConfig
 from dotmoe.text.blocks import TokenBlocks
-from dotmoe.text.sources import DataConfig
+from dotmoe.text.config import DataConfig
 
 RECORD = json.loads(
     (Path(__file__).resolve().parents[2] / "results" / "planner_check.json").read_text()

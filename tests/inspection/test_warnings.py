@@ -6,7 +6,8 @@ from inspected_models import inspection, tiny
 from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config
 
 from dotmoe.method.granularity import Granularity
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 
 
 def silent(kind=LlamaConfig, **changes):

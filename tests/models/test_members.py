@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from dotmoe.common.errors import UserError
-from dotmoe.export import ExportConfig, export
+from dotmoe.export.config import ExportConfig
 from dotmoe.export.format import layer_names
+from dotmoe.export.write import export
 from dotmoe.method.masked import masked_by
 from dotmoe.models.checkpoint import EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.models.family import FAMILIES, MOE, WRAPPER, family_of

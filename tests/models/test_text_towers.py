@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from dotmoe.export import GgufConfig, export
+from dotmoe.export.config import GgufConfig
+from dotmoe.export.write import export
 from dotmoe.method.finetuning import begin_checkpoint
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}

@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from dotmoe.method import sparse
 from dotmoe.method.router import Routing, soft_top_k, top_k_mask
 from dotmoe.method.sparse import expert_sums, make_sparse
-from dotmoe.models.load import LoadConfig, load_dense
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_dense
 
 EXPERTS, SIZE, WIDTH = 6, 16, 64
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from dotmoe.cli import COMMANDS, commands, run
-from dotmoe.measure.inspection import InspectConfig, inspect_model
+from dotmoe.cli import COMMANDS, run
+from dotmoe.cli.line import Line
+from dotmoe.measure.config import InspectConfig
+from dotmoe.measure.inspection import inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
-from dotmoe.models.load import LoadConfig
-from dotmoe.pipeline.compare import CompareConfig, points_of
-from dotmoe.run.config import RunConfig
+from dotmoe.models.config import LoadConfig
+from dotmoe.pipeline.compare import points_of
+from dotmoe.run.config import CompareConfig, RunConfig
 from runs import TINY_CONVERT, TINY_FINETUNE, words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +42,6 @@ OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text(enc
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NO_MACHINE = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
 PLACEHOLDERS = {"NAME": "cmoe", "K": "3", "R": "2"}
-
-
-class ParsedError(Exception):
-    """Leaves a command with the config that it made."""
 
 
 def fenced(text):
@@ -88,29 +86,16 @@ def printed():
 PRINTED = {f"{name}: {' '.join(arguments)}": arguments for name, arguments in printed()}
 
 
-@pytest.fixture
-def config_of(monkeypatch):
+def config_of(arguments):
     """The config that a line's own command makes of it."""
-    config = commands.Line.config
-
-    def stop(line, cls, notes=""):
-        raise ParsedError(config(line, cls, notes))
-
-    monkeypatch.setattr(commands.Line, "config", stop)
-
-    def make(arguments):
-        name, *rest = [PLACEHOLDERS.get(word, word) for word in arguments if word != "..."]
-        if "..." in arguments and name == "compare":
-            rest += ["--data", "text.jsonl", "--eval-text", "held-out.txt"]
-        if "--config" in rest:  # a file of a run
-            rest = rest[: rest.index("--config")]
-        if name == "convert" and not rest:
-            rest = ["MODEL", "OUT"]
-        with pytest.raises(ParsedError) as found:
-            getattr(commands, f"run_{name}")(commands.Line(name, tuple(rest)))
-        return found.value.args[0]
-
-    return make
+    name, *rest = [PLACEHOLDERS.get(word, word) for word in arguments if word != "..."]
+    if "..." in arguments and name == "compare":
+        rest += ["--data", "text.jsonl", "--eval-text", "held-out.txt"]
+    if "--config" in rest:  # a file of a run
+        rest = rest[: rest.index("--config")]
+    if name == "convert" and not rest:
+        rest = ["MODEL", "OUT"]
+    return Line(name, tuple(rest)).config()
 
 
 def conversions(config):
@@ -127,7 +112,7 @@ def shape_of(model):
 
 
 @pytest.mark.parametrize("arguments", PRINTED.values(), ids=PRINTED)
-def test_a_printed_command_is_taken_and_its_split_can_be_exported(arguments, config_of):
+def test_a_printed_command_is_taken_and_its_split_can_be_exported(arguments):
     for config in conversions(config_of(arguments)):
         asked = config
         if not isinstance(config, InspectConfig):

@@ -13,8 +13,8 @@ from toy_tasks import Regression, metrics_in, trained, warnings_in
 from dotmoe.cli import message_of
 from dotmoe.common.errors import UserError
 from dotmoe.training import folder, loop
+from dotmoe.training.config import TrainingConfig
 from dotmoe.training.folder import Checkpoints
-from dotmoe.training.loop import TrainingConfig
 
 
 def truncate(path):

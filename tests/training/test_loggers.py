@@ -10,7 +10,7 @@ from toy_tasks import SCHEDULE, interrupt, lines_in, trained
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import check
 from dotmoe.run.config import recipe
-from dotmoe.training.loop import TrainingConfig
+from dotmoe.training.config import TrainingConfig
 
 
 @pytest.fixture

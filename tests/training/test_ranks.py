@@ -11,8 +11,9 @@ from toy_tasks import Regression
 
 from dotmoe.common.distributed import divided, mesh, rank
 from dotmoe.common.errors import Interrupted, UserError
+from dotmoe.training.config import TrainingConfig
 from dotmoe.training.folder import Checkpoints
-from dotmoe.training.loop import TrainingConfig, train
+from dotmoe.training.loop import train
 
 
 class Troubled(Regression):

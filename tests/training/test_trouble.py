@@ -11,7 +11,8 @@ from toy_tasks import SCHEDULE, Regression, interrupt, metrics_in, trained, warn
 
 from dotmoe.common.errors import UserError
 from dotmoe.training import loop
-from dotmoe.training.loop import LossWatch, TrainingConfig, adamw
+from dotmoe.training.config import TrainingConfig
+from dotmoe.training.loop import LossWatch, adamw
 
 SKIP = TrainingConfig(checkpoint_every=5, on_bad_loss="skip")
 

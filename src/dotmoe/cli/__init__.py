@@ -1,7 +1,7 @@
 """`dotmoe COMMAND ...`: find and run the command, and turn every foreseeable error into one line.
 
-Heavy modules are imported only after the command is known, so that help appears at once and an
-interrupt is caught from the start.
+A line is parsed before the machinery is imported, so that help and errors appear at once: PyTorch
+takes seconds to load. Options live in modules named `config`, which do not import it.
 """
 
 import errno
@@ -51,29 +51,24 @@ COMMANDS = {
     "compare": Command(
         "Convert one model by several methods on one budget, or at several E, k or starts.",
         common=(
+            *("methods", "over-experts", "over-active", "over-start", "active-params"),
             *(
-                "methods",
-                "over-experts",
-                "over-active",
-                "over-start",
-                "active-params",
                 "other-text",
+                "router-steps",
+                *_TEXT,
+                *_SPLIT,
+                *_START,
+                *_TRAINING,
+                *_MACHINE,
+                "repair",
             ),
-            *("router-steps", *_TEXT, *_SPLIT, *_START, *_TRAINING, *_MACHINE, "repair"),
         ),
         recipes="convert",
     ),
     "finetune": Command(
         "Train a converted model further, to make up for what the conversion lost.",
         common=(
-            "train",
-            *_TEXT,
-            *_START,
-            *_TRAINING,
-            "lr-router",
-            "kl-weight",
-            *_MACHINE,
-            "format",
+            *("train", *_TEXT, *_START, *_TRAINING, "lr-router", "kl-weight", *_MACHINE, "format"),
         ),
         recipes="finetune",
     ),
@@ -85,7 +80,7 @@ COMMANDS = {
     "bench": Command("Compare the speed and memory of a dense model and its MoE."),
     "report": Command("Write one page with plots of everything that was measured on a run."),
 }
-"""Commands by name; function `run_NAME` in `dotmoe.cli.commands` runs each."""
+"""Commands by name; `dotmoe.cli.line` knows their options, `run_NAME` in `commands` runs each."""
 
 
 def main() -> None:
@@ -126,12 +121,15 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
     elif name == "--version":
         print(f"dotmoe {__version__}")
     elif name in COMMANDS:
+        from dotmoe.cli.line import Line
+
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+        config = (line := Line(name, tuple(arguments))).config()
         from dotmoe.cli import commands
         from dotmoe.models.on_disk import quiet_transformers
 
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         with quiet_transformers():
-            getattr(commands, f"run_{name}")(commands.Line(name, tuple(arguments)))
+            getattr(commands, f"run_{name}")(config, str(line))
     else:
         names = ", ".join(COMMANDS)
         raise UserError(f"{name} is no command. Commands: {names}.{nearest(name, COMMANDS)}")

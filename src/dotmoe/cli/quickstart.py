@@ -1,21 +1,20 @@
 """The default conversion of the embedded model on the local Python library, beside its rival."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from dotmoe.common.files import write_json
-from dotmoe.common.options import at_least
 from dotmoe.common.progress import Progress
+from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import evaluate
-from dotmoe.measure.evaluate.models import EvaluateConfig
 from dotmoe.measure.report.page import html_report
 from dotmoe.models.checkpoint import EMBEDDED
 from dotmoe.pipeline import convert
-from dotmoe.run.config import RunConfig, recipe
+from dotmoe.run.config import QuickstartConfig, RunConfig, recipe
 from dotmoe.run.folder import provenance
-from dotmoe.text.sources import DataConfig
+from dotmoe.text.config import DataConfig
 
 PROMPTS = (
     "import os\nimport sys\n\n",
@@ -24,16 +23,6 @@ PROMPTS = (
     "    def test_push(self):\n",
 )
 _TOKENS, _TEMPERATURE = 60, 0.8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuickstartConfig:
-    """The quickstart: dense, dotmoe and static pruning with the same repair, side by side."""
-
-    out: str = "quickstart-run"
-    """Folder to write; the same command resumes there if it was stopped."""
-    seed: Annotated[int, at_least(0)] = 0
-    """Seed of initial values and data order."""
 
 
 def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:

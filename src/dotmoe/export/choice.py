@@ -7,29 +7,16 @@ import torch
 
 from dotmoe.common.errors import UserError, nearest, require_package
 from dotmoe.export.architectures import FORMATS
+from dotmoe.export.config import GGUF_NAMES
 from dotmoe.export.format import Format
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.family import DenseModel
-
-GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
-"""`gguf` selects the first of the next two that can hold the model; `gguf_dense`, the dense model,
-is for measurements, and no help or message names it."""
-
 
 OWN = "dotmoe"
 ONLY_TRANSFORMERS = (
     f"Format {OWN} runs in Transformers only, with its own code (trust_remote_code=True): vLLM, "
     "SGLang and llama.cpp cannot load it, and there is no GGUF of it."
 )
-
-
-def explained() -> str:
-    """One line for each format: the software that runs it, and whether k can be edited."""
-    kinds = {True: "can be edited", False: "is fixed"}
-    return "\n\n".join(
-        f"{name}: runs in {', '.join(form.servers)}; k {kinds[form.active_experts_editable]}."
-        for name, form in FORMATS.items()
-    )
 
 
 def formats_like(name: str) -> Mapping[str, Format]:

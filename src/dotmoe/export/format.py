@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dotmoe.common.errors import UserError
-from dotmoe.common.options import above, at_least
 from dotmoe.common.progress import Update, no_update
+from dotmoe.export.config import GgufConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
@@ -61,38 +61,6 @@ class TensorSpec:
         """Size of the tensor in the file, in bytes."""
         weights, size = BLOCKS[self.stored]
         return prod(self.shape) // weights * size
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportConfig:
-    """Options of an export and its verification."""
-
-    format: str = "auto"
-    """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
-    or auto: the first of these that can hold the model in its whole context. Experts made of
-    heads, and families whose decoder no stock MoE has, need format dotmoe, which only Transformers
-    runs, with code that the export contains.
-    From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama."""
-    export_dtype: Literal["source", "float32", "bfloat16"] = "source"
-    """Dtype of the written weights. `source` keeps every dense tensor's own dtype, bit for bit, but
-    writes float16 as float32, which is exact, because float16 cannot hold the scaled routers;
-    bfloat16 halves such an export and rounds its weights."""
-    max_shard_gib: Annotated[float, above(0)] = 4.0
-    """Maximum size of a weight file, in GiB; above 0."""
-    scale_tokens: Annotated[int, at_least(1)] = 2048
-    """Number of text tokens from which the router scales are chosen, at least 1."""
-    verify_tokens: Annotated[int, at_least(1)] = 512
-    """Number of text tokens on which export and masked dense model are compared, at least 1."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GgufConfig(ExportConfig):
-    """Options of an export, including those of GGUF files."""
-
-    gguf_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
-    """Number format of the weight matrices in a GGUF file."""
-    gguf_tokenizer: Literal["auto", "none"] = "auto"
-    """auto: store the model's tokenizer in the GGUF file; none: the file takes token ids only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

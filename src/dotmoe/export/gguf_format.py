@@ -22,14 +22,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.format import (
-    BLOCKS,
-    Conversion,
-    Format,
-    Gating,
-    TensorSpec,
-    shared_experts,
-)
+from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, TensorSpec, shared_experts
 from dotmoe.export.gguf_file import check_gguf, write_gguf
 from dotmoe.export.llama_cpp import most_active_experts_of
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name

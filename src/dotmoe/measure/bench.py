@@ -9,29 +9,28 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from transformers import DynamicCache
-from tyro.conf import Positional
 
 from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
-from dotmoe.common.options import at_least, checked
+from dotmoe.common.options import checked
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.tables import Table, in_bytes, percent, table_of
 from dotmoe.common.worker import Worker
 from dotmoe.export.llama_cpp import Runtime
 from dotmoe.export.record import require_checksums
-from dotmoe.measure.evaluate.models import in_context, model_folder
-from dotmoe.models.load import LoadConfig, load_weights, resolved_dtype
+from dotmoe.measure.config import BenchConfig, in_context
+from dotmoe.measure.evaluate.models import model_folder
+from dotmoe.models.load import load_weights, resolved_dtype
 from dotmoe.run.folder import provenance
 
 PROTOCOL = (
@@ -50,53 +49,6 @@ _CPU = torch.device("cpu")
 
 Rounds = Sequence[Sequence[float]]
 """Seconds of each step, by round."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchConfig:
-    """Two models, and what to measure with them."""
-
-    dense: Annotated[Positional[str], tyro.conf.arg(metavar="DENSE")]
-    """Dense model: checkpoint folder, hub name or .gguf file."""
-    moe: Annotated[Positional[str], tyro.conf.arg(metavar="MOE")]
-    """MoE made from DENSE: checkpoint, run folder (its export is used) or .gguf file. Transformers
-    runs both models, or llama.cpp on the CPU if both are .gguf files."""
-    batch_sizes: tuple[Annotated[int, at_least(1)], ...] = (1, 4, 16)
-    """Numbers of sequences that are decoded at once, each at least 1; none skips decode."""
-    prompt_tokens: Annotated[int, at_least(0)] = 512
-    """Length of the prompt in prefill, in tokens; 0 skips prefill."""
-    context_tokens: Annotated[int, at_least(1)] = 128
-    """Number of tokens in each sequence's cache when a round of decode starts, at least 1."""
-    decode_steps: Annotated[int, at_least(1)] = 8
-    """Number of tokens that each sequence decodes in a round, at least 1."""
-    rounds: Annotated[int, at_least(1)] = 10
-    """Number of rounds of each model at each measured point, at least 1."""
-    threads: Annotated[int | None, at_least(1)] = None
-    """Number of CPU threads of each model, at least 1. Default: as many as torch uses."""
-    clock: Literal["wall", "cpu"] = "wall"
-    """Clock that measures times. wall: elapsed time. cpu: computing time of one thread, excluding
-    time that other processes used; for a busy machine, with --threads 1 and no GPU."""
-    load: LoadConfig = field(default_factory=LoadConfig)
-    seed: Annotated[int, at_least(0)] = 0
-    """Seed of the input tokens."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-    def check_together(self) -> None:
-        """Refuse a benchmark with nothing to measure."""
-        if not self.batch_sizes and not self.prompt_tokens:
-            raise UserError(
-                "batch_sizes is empty and prompt_tokens is 0, which leaves nothing to measure. "
-                "Set one of them."
-            )
-
-    @property
-    def points(self) -> list[Values]:
-        """The measured points in order: `name`, `batch`, `tokens`, and `steps` (0 in prefill)."""
-        prefill = {"name": "prefill", "batch": 1, "tokens": self.prompt_tokens, "steps": 0}
-        decode = {"name": "decode", "tokens": self.context_tokens, "steps": self.decode_steps}
-        points = [decode | {"batch": batch} for batch in self.batch_sizes]
-        return [prefill, *points] if self.prompt_tokens else points
 
 
 def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:

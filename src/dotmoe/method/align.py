@@ -1,8 +1,7 @@
 """STAGE align: learn affinities and routers under frozen dense weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from jaxtyping import Int
@@ -18,34 +17,19 @@ from dotmoe.common.distributed import (
     raise_on_all_ranks,
     summed_rows,
 )
-from dotmoe.common.options import at_least
+from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity, joined, parts_of
-from dotmoe.method.layout import AlignState, AssignmentConfig
+from dotmoe.method.layout import AlignState, assignment_plan
 from dotmoe.method.masked import Masking, masked
-from dotmoe.method.objective import Objective, ObjectiveConfig, require_trainable
+from dotmoe.method.objective import Objective, require_trainable
 from dotmoe.method.router import Routing
 from dotmoe.method.transport import TransportPlan, greedy_assignment
 from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
+from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
-from dotmoe.training.loop import (
-    DEFAULT_TRAINING,
-    ParameterGroup,
-    TrainingConfig,
-    named_range,
-    train,
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlignConfig(ObjectiveConfig):
-    """Options of the alignment stage."""
-
-    lr_affinity: Annotated[float, at_least(0)] | None = None
-    """Peak learning rate of the affinities; default: lr."""
-    learn_assignment: bool = True
-    """If false, keep the initial split and train only routers (as the random-split baseline)."""
+from dotmoe.training.loop import ParameterGroup, named_range, train
 
 
 class LearnedAssignment:
@@ -111,7 +95,7 @@ class LearnedAssignment:
     def plan(self, tau: float) -> TransportPlan:
         """Solve the soft plan of this rank's layers."""
         start_lE, affinity_lNE = local_part(self.potential_LE) / tau, local_part(self.affinity_LNE)
-        plan = self.assignment.solve(affinity_lNE, self.capacity, tau, start_lE)
+        plan = assignment_plan(self.assignment, affinity_lNE, self.capacity, tau, start_lE)
         self.potential_LE = self._divided(plan.potential.detach().double() * tau)
         return plan
 

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +11,8 @@ from torch import Tensor, nn
 
 from dotmoe.common.distributed import in_float32, num_ranks
 from dotmoe.common.errors import UserError
-from dotmoe.common.options import above, at_least
 from dotmoe.common.progress import Update, no_update
+from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity, joined, parts_of
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import sums_by_expert
@@ -24,8 +22,6 @@ from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, GatedFFN, 
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import whole_weights
 from dotmoe.text.blocks import TokenBlocks
-
-Start = Literal["data", "random"]
 
 _TINY = 1e-30
 _AFFINITY_STD, _ROUTER_STD = 0.03, 0.02
@@ -39,24 +35,6 @@ OUTLIER_TOKENS = 2048
 """Number of tokens on which layers are compared."""
 ROUNDS = 10
 """Rounds of the start from data; each updates the router and then the experts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CalibrateConfig:
-    """Options of the initial affinities and routers."""
-
-    start: Start = "data"
-    """`data`: fit routers by ridge regression on text, and give each expert the neurons that are
-    needed when its router runs it. `random`: the paper's random start."""
-    calibration_tokens: Annotated[int, at_least(1)] | None = None
-    """Number of tokens whose activations are used, drawn evenly over the text. Default: 40 times
-    the model width. Only for the start from data."""
-    ridge: Annotated[float, above(0)] = 0.01
-    """Ridge penalty of the router regression, as a share of the mean input power."""
-
-    def tokens(self, width: int) -> int:
-        """`calibration_tokens`, or as many as ridge regression needs to hold on other text."""
-        return self.calibration_tokens or 40 * width
 
 
 @torch.no_grad()

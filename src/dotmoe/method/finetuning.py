@@ -4,9 +4,9 @@ import gc
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +24,21 @@ from dotmoe.common.distributed import (
     resolved_device,
 )
 from dotmoe.common.files import save_tensors, write_json
-from dotmoe.common.options import above, at_least, between
+from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.objective import Objective, ObjectiveConfig, require_trainable
+from dotmoe.method.objective import Objective, require_trainable
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import SparseFFN, make_sparse
 from dotmoe.models.checkpoint import Tensors
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
 from dotmoe.models.hooks import recomputing
-from dotmoe.models.load import (
-    LoadConfig,
-    describe_dense,
-    dtype_for,
-    fill_own_rows,
-    is_sharded,
-    load_dense,
-)
+from dotmoe.models.load import describe_dense, dtype_for, fill_own_rows, is_sharded, load_dense
 from dotmoe.models.tokenizer import copy_tokenizer
 from dotmoe.text.blocks import TokenBlocks
+from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
-from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
+from dotmoe.training.loop import ParameterGroup, train
 from dotmoe.training.losses import Taught, head_of, hidden_states
 
 MODEL, LAYOUT = "model", "layout.safetensors"
@@ -53,35 +48,6 @@ CHANGES = "layers.parts"
 changed weights and their metrics. An interrupted run resumes from it."""
 INDEX = "model.safetensors.index.json"
 """File that records which file of a checkpoint holds which tensor, if it has several."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneConfig(ObjectiveConfig):
-    """Options of recovery training; here the paper's (tab:hyperparams_sft), others in recipes."""
-
-    train: Literal["everything", "router", "lora", "repair"] = "everything"
-    """everything: all weights and routers; router: only the routers; lora: low-rank adapters on
-    experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: fit FFNs
-    layer by layer to the dense model's residual stream, which uses no training options."""
-    steps: Annotated[int, at_least(1)] = 4578
-    """Number of optimizer steps of the finetuning. 4578 steps of 128 x 2048 tokens are the paper's
-    1.2B tokens."""
-    batch_size: Annotated[int, at_least(1)] = 128
-    lr: Annotated[float, above(0)] = 5e-5
-    """Peak learning rate of the finetuning (of routers: `lr_router`); larger models need a lower
-    one (paper: 5e-5 at 7B)."""
-    warmup_ratio: Annotated[float, between(0, 1)] = 0.1
-    kl_weight: Annotated[float, at_least(0)] = 0.0
-    """Weight of KL(dense || MoE) of the finetuning, distillation from the dense model; 0: none, as
-    in the paper. With `train everything` it needs a second copy of the model."""
-    z_loss_weight: Annotated[float, at_least(0)] = 0.0
-    balance_weight: Annotated[float, at_least(0)] = 1e-4
-    unchosen: Literal["mean", "zero"] = "mean"
-    """Gradient of the routing mask for experts that did not run: `mean` of those that ran, as their
-    output is unknown; `zero`, as for the paper's sliced experts."""
-    lora_rank: Annotated[int, at_least(1)] = 16
-    """Rank of each adapter, whose output is scaled by 32 / rank; an expert has one adapter for each
-    of its three projections."""
 
 
 class Student(nn.Module):

@@ -8,13 +8,13 @@ from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from dotmoe.common.errors import UserError
-from dotmoe.common.options import above, at_least, at_most
+from dotmoe.method.config import PAPER_ACTIVE, ExpertsConfig
 
-PAPER_EXPERT_SIZE, PAPER_ACTIVE = 128, 0.25
-"""Neurons in one expert (tab:hyperparams_moefication); share of experts that run (main tables)."""
+PAPER_EXPERT_SIZE = 128
+"""Neurons in one expert (tab:hyperparams_moefication)."""
 DEFAULT_ACTIVE = 0.5
 """Share of the experts that run by default, half of them always: what keeps a real LLM useful."""
 PAPER_HEADS, PAPER_ACTIVE_ATTENTION = 2, 0.5
@@ -25,56 +25,6 @@ second where the first leaves no size that is a multiple of 4."""
 GROUPED_MATMUL_BYTES = 16
 """Stock Transformers runs experts by a grouped matrix product whose strides are multiples of this:
 experts and model width in multiples of 8 in bfloat16, of 4 in float32."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertsConfig:
-    """Size of the experts and how many run per token, including those merged into a shared one."""
-
-    expert_size: Annotated[int | None, at_least(1)] = None
-    """Neurons in one expert (s), a divisor of the FFN width. Default: 128 or a smaller divisor."""
-    experts: Annotated[int | None, at_least(2)] = None
-    """Number of experts per layer (E), at least 2. Give this or `expert_size`."""
-    active: Annotated[float | None, above(0), at_most(1)] = None
-    """Share of the experts that run per token, above 0 and at most 1. Default: 0.5 (paper: a
-    quarter)."""
-    active_experts: Annotated[int | None, at_least(1)] = None
-    """Number of experts that run per token (k), 1 to E. Give this or `active`."""
-    shared: Annotated[float | None, at_least(0), at_most(1)] = None
-    """Share of the FFN that runs for every token, as one shared expert. That share of the experts
-    is taken from the active ones and merged; at least one active expert must remain. Default: half
-    of the active share, where the exported format can hold it (paper: 0)."""
-    first_dense_layers: Annotated[int | None, at_least(0)] = None
-    """Leading layers that are not split, below the number of layers. Default: measured on the text,
-    for models of 12 layers or more (paper: 0)."""
-    targets: Literal["ffn", "attention", "both"] = "ffn"
-    """What is split: FFNs into experts of neurons, attention into experts of query heads, or both.
-    The expert options above are for experts of neurons."""
-    heads_per_expert: Annotated[int | None, at_least(1)] = None
-    """Query heads in one expert (s_h), a divisor of their number. Default: 2 (paper), or 1."""
-    active_attention: Annotated[float | None, above(0), at_most(1)] = None
-    """Share of the experts made of heads that run per token. Default: 0.5 (paper)."""
-
-    def check_together(self) -> None:
-        """Refuse options that do not apply to the targets, or that set the same value twice."""
-        for name, other in (("expert_size", "experts"), ("active", "active_experts")):
-            value, beside = getattr(self, name), getattr(self, other)
-            if None not in (value, beside):
-                raise UserError(
-                    f"{name} is {value:g} and {other} is {beside:g}, but each determines the "
-                    "other. Give only one of the two."
-                )
-        for name in ("heads_per_expert", "active_attention"):
-            if self.targets == "ffn" and getattr(self, name) is not None:
-                raise UserError(
-                    f"{name} is {getattr(self, name):g}, but targets is ffn: no heads become "
-                    "experts. Set targets to attention or both, or leave this option out."
-                )
-        if self.targets != "ffn" and self.shared:
-            raise UserError(
-                f"shared is {self.shared:g}, but only targets ffn can have a shared expert. Set "
-                "shared to 0, or targets to ffn."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import is_finite, save_tensors
-from dotmoe.common.options import above
+from dotmoe.method.config import AssignmentConfig
 from dotmoe.method.granularity import Granularity, joined, parts_of
 from dotmoe.method.transport import (
     Capacity,
@@ -190,41 +190,6 @@ def _opened(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AssignmentConfig:
-    """Options of the transport problem that assigns units to experts by their affinities."""
-
-    tau_start: Annotated[float, above(0)] = 1.0
-    """Transport temperature at the first step, in units of affinity (paper: 1.0)."""
-    tau_end: Annotated[float, above(0)] = 0.1
-    """Transport temperature after the warm-up and in every extraction (paper: 0.1)."""
-    solver: Literal["newton", "sinkhorn"] = "newton"
-    """`newton`: semi-dual Newton with implicit gradient, to convergence. `sinkhorn`: the paper's 50
-    unrolled sweeps."""
-
-    def tau(self, step: int, warmup_steps: int) -> float:
-        """Temperature of a step: linear in the warm-up, then constant (app:log_domain_sinkhorn)."""
-        if step >= warmup_steps:
-            return self.tau_end
-        return self.tau_start + (self.tau_end - self.tau_start) * (step / warmup_steps)
-
-    def solve(
-        self,
-        affinity_LNE: Float[Tensor, "L N E"],
-        capacity: Capacity,
-        tau: float,
-        start_LE: Float[Tensor, "L E"] | None = None,
-    ) -> TransportPlan:
-        """Balanced soft plan of every layer (eq:entropic_ot); there may be no layers.
-
-        `start_LE` holds column potentials of an earlier plan as a warm start, for `newton` only.
-        The gradient flows to the affinities: implicit for `newton`, unrolled for `sinkhorn`.
-        """
-        if self.solver == "sinkhorn":
-            return sinkhorn(affinity_LNE, capacity=capacity, tau=tau)
-        return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AlignState:
     """The affinities and routers that alignment learns, always float32."""
 
@@ -264,6 +229,23 @@ class AlignState:
             )
 
 
+def assignment_plan(
+    config: AssignmentConfig,
+    affinity_LNE: Float[Tensor, "L N E"],
+    capacity: Capacity,
+    tau: float,
+    start_LE: Float[Tensor, "L E"] | None = None,
+) -> TransportPlan:
+    """Balanced soft plan of every layer (eq:entropic_ot); there may be no layers.
+
+    `start_LE` holds column potentials of an earlier plan as a warm start, for `newton` only.
+    The gradient flows to the affinities: implicit for `newton`, unrolled for `sinkhorn`.
+    """
+    if config.solver == "sinkhorn":
+        return sinkhorn(affinity_LNE, capacity=capacity, tau=tau)
+    return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
+
+
 @torch.no_grad()
 def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> ExpertLayout:
     """STAGE extract: round the plan at the final temperature to the layout that is exported.
@@ -274,7 +256,7 @@ def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> 
     if split.beside:
         pairs = zip(parts_of(state), parts_of(split), strict=True)
         return joined(extract(part, of_part, config) for part, of_part in pairs)
-    plan = config.solve(state.affinity_LNE, split.capacity, config.tau_end)
+    plan = assignment_plan(config, state.affinity_LNE, split.capacity, config.tau_end)
     centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
     expert_of_neuron_LN = greedy_assignment(plan.plan, capacity=split.capacity).cpu()
     expert_of_neuron_LN[expert_of_neuron_LN == split.num_experts] = ALWAYS_ON

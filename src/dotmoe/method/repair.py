@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,8 +18,8 @@ from torch.func import functional_call
 from dotmoe.common.distributed import in_float32
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
-from dotmoe.common.options import at_least
 from dotmoe.common.progress import Update, no_update
+from dotmoe.method.config import RepairConfig
 from dotmoe.method.finetuning import CHANGES, LAYOUT
 from dotmoe.method.granularity import Granularity, parts_of
 from dotmoe.method.layout import ExpertLayout
@@ -43,38 +43,25 @@ BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
 share of the steps that warm up."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RepairConfig:
-    """Options of a repair: refit W_down of FFNs and W_O of attention, then train the FFNs."""
+def repair_tokens(config: RepairConfig, split: Granularity, dense_config: Any) -> int:
+    """Number of tokens: `repair_tokens`, or the default for the projections of that split."""
+    inputs = [TARGETS[part.target].inputs(dense_config) for part in parts_of(split)]
+    return config.repair_tokens or _TOKENS_AN_INPUT * max(inputs)
 
-    repair_tokens: Annotated[int, at_least(1)] | None = None
-    """Maximum number of training tokens that a repair is fitted to, drawn evenly over the text.
-    Default: 40 for each input of a projection, such as a neuron of an FFN."""
-    repair_active_experts: tuple[Annotated[int, at_least(1)], ...] = ()
-    """Numbers of active experts (k) that a repair is fitted to, all with equal weight; only if one
-    target is split. Default: the layout's k."""
-    repair_epochs: Annotated[int, at_least(0)] = 3
-    """Number of passes over these tokens that train all three projections of each FFN after the
-    refit, layer by layer, to the same end; 0: refit W_down only. Attention is only refitted."""
 
-    def tokens(self, split: Granularity, dense_config: Any) -> int:
-        """Number of tokens: `repair_tokens`, or the default for the projections of that split."""
-        inputs = [TARGETS[part.target].inputs(dense_config) for part in parts_of(split)]
-        return self.repair_tokens or _TOKENS_AN_INPUT * max(inputs)
-
-    def require(self, split: Granularity) -> None:
-        """Raise a `UserError` for a k out of range, or if k is given for two targets at once."""
-        ks = self.repair_active_experts
-        if ks and split.beside:
-            raise UserError(
-                f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention each "
-                "have their own k. Leave it out."
-            )
-        if max(ks, default=0) > split.num_experts:
-            raise UserError(
-                f"repair_active_experts is {max(ks)}, but the layout has {split.num_experts} "
-                f"experts per layer. Choose 1 to {split.num_experts}."
-            )
+def require_active_experts(config: RepairConfig, split: Granularity) -> None:
+    """Raise a `UserError` for a k out of range, or if k is given for two targets at once."""
+    ks = config.repair_active_experts
+    if ks and split.beside:
+        raise UserError(
+            f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention each "
+            "have their own k. Leave it out."
+        )
+    if max(ks, default=0) > split.num_experts:
+        raise UserError(
+            f"repair_active_experts is {max(ks)}, but the layout has {split.num_experts} "
+            f"experts per layer. Choose 1 to {split.num_experts}."
+        )
 
 
 class NormalEquations:
@@ -253,7 +240,7 @@ def repair(
     if there is too little text, or a k is out of range.
     """
     dense.require("memory", "disk")
-    config.require(layout.granularity)
+    require_active_experts(config, layout.granularity)
     streams, stored = _Streams(dense, layout, blocks, config), Tensors.of(dense)
     metrics = list[dict[str, Any]]()
     for index, target, problem, use in streams.problems():
@@ -303,7 +290,7 @@ class _Streams:
         self._model, self._config, self._device = dense, config, dense.device
         self._traits = dense.traits
         self._layers = dense.family.layers(dense.model)
-        wanted = config.tokens(layout.granularity, dense.config)
+        wanted = repair_tokens(config, layout.granularity, dense.config)
         tokens_BT, self._num_fitted = _drawn(blocks, wanted)
         rows, num = max(1, TOKENS_AT_ONCE // blocks.seq_len), self._num_fitted
         # Rows that run at once are either all fitted or all held out.

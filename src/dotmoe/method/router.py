@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.common.distributed import in_float32
+from dotmoe.method.config import Surrogate
 
-Surrogate = Literal["softmax", "soft_top_k"]
-"""`softmax` is the paper's; the rows of `soft_top_k` sum to k, as those of the mask do."""
 Routed = tuple[Float[Tensor, "T E"], Int[Tensor, "T K"]]
 """The float32 mask, and the chosen experts of each token, largest logit first."""
 

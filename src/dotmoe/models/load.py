@@ -7,10 +7,10 @@ layer, or the embedding, is gathered only while it runs; the head only by a call
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dotmoe.common import distributed
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import is_finite, read_json
-from dotmoe.common.options import HOW
 from dotmoe.models.checkpoint import (
     HEAD,
     TEXT_OF_WRAPPER,
@@ -34,6 +33,7 @@ from dotmoe.models.checkpoint import (
     tensor_files,
     text_name,
 )
+from dotmoe.models.config import LoadConfig, Sharding
 from dotmoe.models.family import (
     FAMILIES,
     DenseModel,
@@ -45,26 +45,10 @@ from dotmoe.models.family import (
 from dotmoe.models.on_disk import held_in_memory, on_disk, quiet_transformers
 from dotmoe.models.tokenizer import load_tokenizer
 
-Sharding = Literal["auto", "replicate", "shard"]
 LARGEST_SHARE = 0.5
 """Share of a GPU's memory for replicated weights; activations and training need the rest."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadConfig:
-    """Device, dtype and sharding of the dense model in memory."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights in memory. auto: the checkpoint's own on a GPU, but bfloat16 to convert
-    a float16 one; float32 on a CPU, where 16-bit arithmetic is slow. The export's dtype is another
-    option."""
-    device: Annotated[str, HOW] = "auto"
-    """`cpu`, `cuda` or `cuda:N`. auto: the GPU if there is one, else the CPU."""
-    sharding: Annotated[Sharding, HOW] = "auto"
-    """Under torchrun: `replicate` gives every rank all weights, `shard` only its part (FSDP2).
-    auto: shard if the weights would take more than half of a GPU's memory."""
 
 
 def load_dense(source: str, config: LoadConfig) -> DenseModel:

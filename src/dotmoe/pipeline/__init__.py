@@ -30,28 +30,23 @@ from dotmoe.common.errors import UserError, require_package
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.options import checked, values_of
 from dotmoe.common.progress import Progress
-from dotmoe.export import export, export_dtype, require_exportable, settled_experts
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
+from dotmoe.export.write import export, export_dtype, require_exportable, settled_experts
 from dotmoe.measure.evaluate import perplexity
 from dotmoe.measure.inspection import chosen_in_time
 from dotmoe.measure.inspection.planner import fitting
 from dotmoe.measure.inspection.sizes import Sizes, Step
 from dotmoe.measure.report.page import html_report
-from dotmoe.method.align import AlignConfig, Alignment, align
-from dotmoe.method.calibrate import (
-    OUTLIER_TOKENS,
-    calibrate,
-    leading_outliers,
-    pruning_errors,
-)
-from dotmoe.method.finetuning import LAYOUT, FinetuneConfig, computed_in, trained_model
+from dotmoe.method.align import Alignment, align
+from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers, pruning_errors
+from dotmoe.method.config import AlignConfig, FinetuneConfig, ObjectiveConfig
+from dotmoe.method.finetuning import LAYOUT, computed_in, trained_model
 from dotmoe.method.finetuning import finetune as train
 from dotmoe.method.granularity import Granularity, splits_of
 from dotmoe.method.layout import AlignState, ExpertLayout, extract
 from dotmoe.method.masked import masked_by
-from dotmoe.method.objective import ObjectiveConfig
-from dotmoe.method.repair import METRICS, repair
+from dotmoe.method.repair import METRICS, repair, repair_tokens, require_active_experts
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.load import describe_dense, left_on_disk, load_dense, load_here
@@ -103,7 +98,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     """
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
-            config = raise_on_all_ranks(lambda: checked(config).settled())
+            config = raise_on_all_ranks(lambda: settled(checked(config)))
             if config.time:
                 config = broadcast_from_rank_zero(lambda: _in_time(config, progress))
             run = _Run(config, config, config.align, progress)
@@ -111,7 +106,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 return run.conversion()
             dense = load_dense(run.folder.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
-            to_repair = config.repairing.tokens(split, dense.config) if config.repair else 0
+            to_repair = repair_tokens(config.repairing, split, dense.config) if config.repair else 0
             run.tokenise(dense, max(config.calibration_tokens(dense.widths.model), to_repair))
             split = _with_dense_layers(run, dense, split)
             state = None
@@ -130,6 +125,23 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         run.export(dense, weights, layout)
         run.evaluate(dense, layout, lambda: metrics | _measure_unexported(run, dense, extracted))
         return run.conversion()
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """The config with the experts that its defaults mean for the model, see `settled_experts`.
+
+    For a method other than DOT-MoE, `align` is set as that method needs it: it trains its
+    router for `router_steps`, keeps its experts, and runs on one rank.
+    """
+    dense, how, experts = describe_dense(config.model), config.export, config.experts
+    if config.method != "dot_moe":  # those with a shared expert choose its size themselves
+        experts = replace(experts, shared=experts.shared or 0.0)
+    experts = settled_experts(experts, dense, how.format, export_dtype(dense, how))
+    if config.method == "dot_moe":
+        return replace(config, experts=experts)
+    require_one_process(f"method {config.method}")
+    align = replace(config.align, steps=config.baseline.router_steps, learn_assignment=False)
+    return replace(config, experts=experts, align=align)
 
 
 def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
@@ -153,7 +165,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             split = layout.granularity
             raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
             raise_on_all_ranks(lambda: _require_unedited(source))
-            tokens = config.repairing.tokens(split, dense.config) if repairs else 0
+            tokens = repair_tokens(config.repairing, split, dense.config) if repairs else 0
             run.tokenise(dense, tokens, beside=source.text)
             if repairs:
                 dense = left_on_disk(dense, config.load)
@@ -413,7 +425,7 @@ def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
     split = baselines.granularity_of(config.method, _requested_split(config, dense))
     require_exportable(dense, split, config.export)
     if config.repair:
-        config.repairing.require(split)
+        require_active_experts(config.repairing, split)
     return split
 
 
@@ -444,7 +456,7 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     if source.has_own_weights and repairs:
         raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
     if repairs:
-        config.repairing.require(source.layout.granularity)
+        require_active_experts(config.repairing, source.layout.granularity)
     elif source.layout.of_target("attention"):
         raise UserError(
             f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "

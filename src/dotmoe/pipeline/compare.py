@@ -8,42 +8,32 @@ only the new ones.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
-
-import tyro
+from typing import Any, NamedTuple
 
 from dotmoe.common.distributed import require_one_process, resolved_device
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import write_json, write_text
-from dotmoe.common.options import above, at_least, at_most
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown
 from dotmoe.export.parameters import nearest_active_experts
 from dotmoe.measure.evaluate.perplexity import difference, error_over, nats_with_error
 from dotmoe.measure.report import plots
-from dotmoe.method.align import AlignConfig
-from dotmoe.method.calibrate import CalibrateConfig, Start
-from dotmoe.method.granularity import ExpertsConfig, Granularity, resolve
+from dotmoe.method.config import AlignConfig, CalibrateConfig, ExpertsConfig
+from dotmoe.method.granularity import Granularity, resolve
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.pruning import PRUNING
-from dotmoe.run.config import PruneRunConfig, RunConfig, finetune_recipe
+from dotmoe.run.config import SWEPT, CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.run.folder import RunFolder, provenance
 
 Row = dict[str, Any]
-if TYPE_CHECKING:
-    Chosen = str
-else:
-    Chosen = Literal[("dot_moe", *METHODS, *PRUNING, "all")]  # one, so that choices keep the order
-Share = Annotated[float, above(0), at_most(1)]
 
 _OWN = "own, not exportable"
-_CONVERTING: tuple[Chosen, ...] = ("dot_moe", *METHODS)
 
 MATCHED = 0.01
 """Largest relative deviation of active parameters from the budget that is called matched."""
@@ -51,63 +41,6 @@ MATCHED = 0.01
 _FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
 """What ends one run of a comparison and not the others: no memory (on a GPU a `RuntimeError`), or
 a computation that fails, too. An interrupt or a full disk ends the command."""
-
-_SWEPT = {"experts": "E", "active": "aligned at", "start": "start"}
-"""Settings of one method whose values can be compared, and their column headings."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompareConfig(RunConfig):
-    """Comparison on one model: of several methods on one budget, or of one method at the values of
-    one of the `--over-` options.
-    """
-
-    command: ClassVar[str] = "compare"
-
-    methods: tuple[Chosen, ...] = _CONVERTING
-    """Methods to compare. Each converts without training, once with its own router and once with a
-    ridge-regressed one (but `lte`, whose experts are those of `weight_clusters`, and
-    `static_pruning`, which has no router). With `router_steps` each is trained, too: `dot_moe` is
-    aligned for as many steps, the others train their router for as many on the same batches.
-    Pruning methods give a dense model with as many parameters as a conversion has active; those
-    named 2_4 cannot choose how many. `all`: every method of both kinds that fits the model.
-    Default: all that convert."""
-    active_params: Share | None = None
-    """Share of the dense model's parameters to be active per token, above 0 and at most 1; sets the
-    k that comes nearest to it. Give only one of this, `active` and `active_experts`."""
-    mask_steps: Annotated[int, at_least(1)] = 300
-    """Training steps of `disp_llm`, on the same batches as an alignment."""
-    other_text: tuple[str, ...] = ()
-    """Files of another domain to measure every row on too, up to `eval_tokens` tokens."""
-    trained_only: bool = False
-    """Leave out untrained conversions: every method starts from the ridge-regressed router and is
-    trained for `router_steps` steps."""
-    finetune_steps: Annotated[int, at_least(0)] = 0
-    """Steps of finetuning all weights after every conversion, on the same batches for all, from the
-    repaired weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
-    finetune_recipe: Literal["default", "paper", "sft", "small"] = "default"
-    """Recipe of `dotmoe finetune` that gives all other settings of this finetuning."""
-    seeds: tuple[Annotated[int, at_least(0)], ...] = ()
-    """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
-    `seed` alone."""
-    over_experts: tuple[Annotated[int, at_least(2)], ...] = ()
-    """Granularities to try: numbers of experts per layer (E). The active share stays the same, so k
-    grows with E."""
-    over_active: tuple[Share, ...] = ()
-    """Active shares to try (k / E), in alignment and export. `dotmoe evaluate --curve` measures one
-    converted model at other k."""
-    over_start: tuple[Start, ...] = ()
-    """Starts of the alignment to try: `data`, `random`."""
-    method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
-
-    @property
-    def axis(self) -> str | None:
-        """The setting whose values are compared; None for a comparison of methods."""
-        axes = [axis for axis in _SWEPT if getattr(self, f"over_{axis}")]
-        if len(axes) > 1:
-            named = " and ".join(f"over_{axis}" for axis in axes)
-            raise UserError(f"{named} are two settings. Compare the values of one at a time.")
-        return axes[0] if axes else None
 
 
 class Point(NamedTuple):
@@ -178,7 +111,7 @@ def table(summary: dict[str, Any]) -> Table:
     dense, *others = rows
     best = min(others, key=lambda row: row["loss"], default=dense)
     columns: dict[str, Callable[[Row], str | None]] = {
-        _SWEPT[axis] if axis else "method": lambda row: (
+        SWEPT[axis] if axis else "method": lambda row: (
             percent(row["value"]) if isinstance(row["value"], float) else str(row["value"])
         ),
         "router": _cell("router"),
@@ -249,16 +182,8 @@ def _budget(over: float) -> str:
 
 _AVERAGED = (
     *("loss", "bits_per_byte", "other_loss", "loss_above_dense", "active_fraction", "active_std"),
-    *(
-        "stderr",
-        "loss_above_dense_stderr",
-        "shared_fraction",
-        "parameters",
-        "stored",
-        "over_budget",
-        "text_tokens",
-        "seconds",
-    ),
+    *("stderr", "loss_above_dense_stderr", "shared_fraction", "parameters", "stored"),
+    *("over_budget", "text_tokens", "seconds"),
 )
 """Numbers of a row that are averaged over seeds."""
 
@@ -327,7 +252,7 @@ def _values_of(axis: str, plain: RunConfig, comparison: CompareConfig) -> Iterat
             f"targets is {targets}, but over_{axis} supports only ffn. Compare methods, or leave "
             "targets out."
         )
-    if others and comparison.methods != _CONVERTING:
+    if others and comparison.methods != ("dot_moe", *METHODS):
         raise UserError(
             f"methods names {len(comparison.methods)}, but over_{axis} changes a setting of one. "
             "Name one, or omit methods for dot_moe."

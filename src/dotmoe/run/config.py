@@ -1,28 +1,32 @@
 """Configs of whole runs, made up of the configs of their stages; rules across stages; recipes."""
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError, nearest
-from dotmoe.common.options import HOW, at_least
-from dotmoe.export import export_dtype, settled_experts
-from dotmoe.export.format import ExportConfig
-from dotmoe.method.align import AlignConfig
-from dotmoe.method.calibrate import CalibrateConfig
-from dotmoe.method.finetuning import FinetuneConfig
-from dotmoe.method.granularity import PAPER_ACTIVE, ExpertsConfig
-from dotmoe.method.layout import AssignmentConfig
-from dotmoe.method.repair import RepairConfig
-from dotmoe.models.load import LoadConfig, describe_dense
-from dotmoe.rivals.baselines import BaselineConfig, MethodName
-from dotmoe.rivals.pruning import PruningName
-from dotmoe.text.sources import DataConfig
-from dotmoe.text.tokenise import SampleConfig
-from dotmoe.training.loop import TrainingConfig
+from dotmoe.common.options import HOW, above, at_least, at_most
+from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
+from dotmoe.method.config import (
+    PAPER_ACTIVE,
+    AlignConfig,
+    AssignmentConfig,
+    CalibrateConfig,
+    ExpertsConfig,
+    FinetuneConfig,
+    RepairConfig,
+    Start,
+)
+from dotmoe.models.config import LoadConfig
+from dotmoe.rivals.config import BASELINES, BaselineConfig, ComparedName, MethodName, PruningName
+from dotmoe.text.config import DataConfig, SampleConfig
+from dotmoe.training.config import TrainingConfig
+
+Share = Annotated[float, above(0), at_most(1)]
+SWEPT = {"experts": "E", "active": "aligned at", "start": "start"}
+"""Settings of one method whose values can be compared, and their column headings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,22 +73,6 @@ class RunConfig:
         """Number of tokens that calibration reads for a model of this width; 0: a random start."""
         at_random = self.method == "dot_moe" and self.calibrate.start == "random"
         return 0 if at_random else self.calibrate.tokens(width)
-
-    def settled(self) -> Self:
-        """This config with the experts that its defaults mean for the model, see `settled_experts`.
-
-        For a method other than DOT-MoE, `align` is set as that method needs it: it trains its
-        router for `router_steps`, keeps its experts, and runs on one rank.
-        """
-        dense, how, experts = describe_dense(self.model), self.export, self.experts
-        if self.method != "dot_moe":  # those with a shared expert choose its size themselves
-            experts = replace(experts, shared=experts.shared or 0.0)
-        experts = settled_experts(experts, dense, how.format, export_dtype(dense, how))
-        if self.method == "dot_moe":
-            return replace(self, experts=experts)
-        require_one_process(f"method {self.method}")
-        align = replace(self.align, steps=self.baseline.router_steps, learn_assignment=False)
-        return replace(self, experts=experts, align=align)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +122,112 @@ class PruneRunConfig(RunConfig):
     command: ClassVar[str] = "compare"
 
     method: PruningName
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareConfig(RunConfig):
+    """Comparison on one model: of several methods on one budget, or of one method at the values of
+    one of the `--over-` options.
+    """
+
+    command: ClassVar[str] = "compare"
+
+    methods: tuple[ComparedName, ...] = ("dot_moe", *BASELINES)
+    """Methods to compare. Each converts without training, once with its own router and once with a
+    ridge-regressed one (but `lte`, whose experts are those of `weight_clusters`, and
+    `static_pruning`, which has no router). With `router_steps` each is trained, too: `dot_moe` is
+    aligned for as many steps, the others train their router for as many on the same batches.
+    Pruning methods give a dense model with as many parameters as a conversion has active; those
+    named 2_4 cannot choose how many. `all`: every method of both kinds that fits the model.
+    Default: all that convert."""
+    active_params: Share | None = None
+    """Share of the dense model's parameters to be active per token, above 0 and at most 1; sets the
+    k that comes nearest to it. Give only one of this, `active` and `active_experts`."""
+    mask_steps: Annotated[int, at_least(1)] = 300
+    """Training steps of `disp_llm`, on the same batches as an alignment."""
+    other_text: tuple[str, ...] = ()
+    """Files of another domain to measure every row on too, up to `eval_tokens` tokens."""
+    trained_only: bool = False
+    """Leave out untrained conversions: every method starts from the ridge-regressed router and is
+    trained for `router_steps` steps."""
+    finetune_steps: Annotated[int, at_least(0)] = 0
+    """Steps of finetuning all weights after every conversion, on the same batches for all, from the
+    repaired weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
+    finetune_recipe: Literal["default", "paper", "sft", "small"] = "default"
+    """Recipe of `dotmoe finetune` that gives all other settings of this finetuning."""
+    seeds: tuple[Annotated[int, at_least(0)], ...] = ()
+    """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
+    `seed` alone."""
+    over_experts: tuple[Annotated[int, at_least(2)], ...] = ()
+    """Granularities to try: numbers of experts per layer (E). The active share stays the same, so k
+    grows with E."""
+    over_active: tuple[Share, ...] = ()
+    """Active shares to try (k / E), in alignment and export. `dotmoe evaluate --curve` measures one
+    converted model at other k."""
+    over_start: tuple[Start, ...] = ()
+    """Starts of the alignment to try: `data`, `random`."""
+    method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
+
+    @property
+    def axis(self) -> str | None:
+        """The setting whose values are compared; None for a comparison of methods."""
+        axes = [axis for axis in SWEPT if getattr(self, f"over_{axis}")]
+        if len(axes) > 1:
+            named = " and ".join(f"over_{axis}" for axis in axes)
+            raise UserError(f"{named} are two settings. Compare the values of one at a time.")
+        return axes[0] if axes else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReexportConfig:
+    """A finished run, and how to export it; or an export whose k is to change in place."""
+
+    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+    """Folder of a run that has finished its extract stage, or its repair or finetune stage. With
+    `in_place` also an exported folder, or a GGUF file."""
+    out: Annotated[Positional[str | None], tyro.conf.arg(metavar="OUT")] = None
+    """Folder to write; must be new or empty."""
+    in_place: bool = False
+    """Change the k of an export in place of writing another; its weights stay the same."""
+    active_experts: Annotated[int | None, at_least(1)] = None
+    """Number of experts that run per token (k), 1 to E. Default: that of the run."""
+    drop_experts: Annotated[int, at_least(0)] = 0
+    """Number of experts to leave out of each split layer: those with the least output energy on
+    the run's text, at most E - k. Files become smaller; the same number of neurons runs."""
+    export: GgufConfig = field(default_factory=GgufConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+    def check_together(self) -> None:
+        """Refuse options that do not apply to the format or to a change in place."""
+        if self.in_place:
+            alone = ReexportConfig(run=self.run, in_place=True, active_experts=self.active_experts)
+            if self.active_experts is None or self != alone:
+                raise UserError(
+                    "--in-place changes k alone. Give --active-experts and nothing else, or OUT in "
+                    "place of --in-place to write another export."
+                )
+        elif self.out is None:
+            raise UserError("OUT is missing. Name a folder to write, or give --in-place.")
+        name, plain = self.export.format, GgufConfig()
+        is_gguf = name in GGUF_NAMES
+        ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")
+        options = [each for each in ignored if getattr(self.export, each) != getattr(plain, each)]
+        if name == "gguf_dense":
+            options += [each for each in ("active_experts", "drop_experts") if getattr(self, each)]
+        for option in options:
+            raise UserError(
+                f"--{option.replace('_', '-')} does not apply to format {name}. Leave it out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuickstartConfig:
+    """The quickstart: dense, dotmoe and static pruning with the same repair, side by side."""
+
+    out: str = "quickstart-run"
+    """Folder to write; the same command resumes there if it was stopped."""
+    seed: Annotated[int, at_least(0)] = 0
+    """Seed of initial values and data order."""
 
 
 AnyRunConfig = RunConfig | FinetuneRunConfig

@@ -26,9 +26,9 @@ from torch import Tensor
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import DamagedError, Values, read_json, write_json
 from dotmoe.common.progress import Update, no_update
+from dotmoe.text.config import DataConfig
 from dotmoe.text.sources import (
     Continuation,
-    DataConfig,
     Rendered,
     StreamError,
     cut,

@@ -10,19 +10,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
 from dotmoe.common.errors import UserError, nearest, one_line
-from dotmoe.common.options import above, at_least
+from dotmoe.text.config import DataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -78,48 +77,6 @@ class StreamError(UserError):
     """A stream broke, and new attempts did not mend it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Text to train or calibrate on."""
-
-    data: tuple[str, ...] = ()
-    """Sources of text, read in this order: .txt files (one document per file), .json, .jsonl or
-    .parquet files (one document per row), all but the last also as .gz, .zst or .bz2; folders of
-    such files; folders written by `save_to_disk`; `python-stdlib` (the source files of
-    this Python's standard library) or `python-stdlib-heldout` (the sixteenth of them that is held
-    out); data sets of the `datasets` library, streamed (`allenai/c4:en`: the configuration follows
-    the colon); `dolmino` (the paper's mix, from the hub; `dolmino:FOLDER`: a local copy); `self`:
-    text sampled from the dense model itself. `SOURCE@SPLIT#FIELD` sets the split and the text field
-    of one source."""
-    data_weights: tuple[Annotated[float, above(0)], ...] = ()
-    """Mix the sources in these proportions of the tokens: one weight per source, with any sum. A
-    source that runs out is not repeated; the others continue in their proportions. Default: read
-    one source after the other."""
-    shuffle_buffer: Annotated[int | None, at_least(0)] = None
-    """Size of each source's shuffle buffer in documents; 0 keeps the source's own order. A buffer
-    also shuffles the order of the files of a folder or data set. Default: 10000 for `dolmino`,
-    else 0."""
-    data_seed: Annotated[int, at_least(0)] = 0
-    """Seed of the shuffle buffer, and of text sampled from the dense model."""
-    text_field: str | None = None
-    """Field of a row that holds the text, or a chat as a list of messages. Default: the first of
-    text, content, page, passage, document, messages that the rows have."""
-    split: str = "train"
-    """Split of a `datasets` source or folder; files have none."""
-    seq_len: Annotated[int, at_least(2)] = 2048
-    """Tokens per block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
-
-    @property
-    def has_dolmino(self) -> bool:
-        """Whether a source is the paper's mix, which has weights of its own."""
-        return any(map(_is_dolmino, self.data))
-
-    @property
-    def is_mix(self) -> bool:
-        """Whether sources are mixed by weight instead of read one after the other."""
-        return bool(self.data_weights) or self.has_dolmino
-
-
 def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
     """Stream the documents of all sources, one source after the other.
 
@@ -128,7 +85,7 @@ def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
     without one. Raises `UserError` for a mix or a missing source, and, while reading, for one that
     is empty, damaged or not text.
     """
-    if config.is_mix:
+    if _is_mix(config):
         raise UserError(
             f"{', '.join(config.data)} is a mix, which is for training. Name files or a data set."
         )
@@ -150,7 +107,7 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
             f"measured on. Give it alone, or name a text. (For a folder: ./{SELF})"
         )
     sources: list[tuple[str, float | None]] = [(name, None) for name in names]
-    if config.is_mix:
+    if _is_mix(config):
         weights = config.data_weights or (1.0,)
         if len(weights) != len(names):
             raise UserError(
@@ -172,7 +129,7 @@ def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[s
     name, split, field = _split_name(source)
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
-        size = 10_000 if config.has_dolmino else 0
+        size = 10_000 if _has_dolmino(config) else 0
     seed = int.from_bytes(sha256(f"{config.data_seed}/0/{source}".encode()).digest()[:4], "little")
     path = Path(os.path.expanduser(name))
     if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
@@ -315,6 +272,16 @@ def _is_of_network(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _is_mix(config: DataConfig) -> bool:
+    """Whether sources are mixed by weight instead of read one after the other."""
+    return bool(config.data_weights) or _has_dolmino(config)
+
+
+def _has_dolmino(config: DataConfig) -> bool:
+    """Whether a source is the paper's mix, which has weights of its own."""
+    return any(map(_is_dolmino, config.data))
 
 
 def _is_dolmino(name: str) -> bool:

@@ -3,14 +3,13 @@
 import hashlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from dotmoe.common.files import read_json, write_json
-from dotmoe.common.options import above, at_least
 from dotmoe.common.progress import Progress, Update
 from dotmoe.models.family import DenseModel
 from dotmoe.text.blocks import (
@@ -22,7 +21,8 @@ from dotmoe.text.blocks import (
     split_off_tail,
     write_decontaminated,
 )
-from dotmoe.text.sources import SELF, DataConfig, documents, sources_of
+from dotmoe.text.config import DataConfig, SampleConfig
+from dotmoe.text.sources import SELF, documents, sources_of
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
 OTHER = "other.safetensors"
@@ -31,18 +31,6 @@ _READ_FOR_ONE = 8
 """Tokens read per token drawn from the text: the first documents alone may share one topic."""
 HELDOUT_FILES = (_HELDOUT, _RECORD)
 """Files in the stage's folder that hold and describe the held-out text."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleConfig:
-    """How text is sampled when `data` is `self`."""
-
-    sample_tokens: Annotated[int | None, at_least(2)] = None
-    """Maximum number of tokens to sample for training. Default: as many as the steps use."""
-    sample_temperature: Annotated[float, above(0)] = 1.0
-    """Temperature that divides the logits; 1: the model's own distribution, without any cut-off."""
-    sample_batch_size: Annotated[int, at_least(1)] = 16
-    """Blocks sampled in one batch: more is faster but takes memory for their keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

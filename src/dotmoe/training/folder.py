@@ -19,16 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -45,6 +41,7 @@ from dotmoe.common.files import (
     with_checksum,
     write_text,
 )
+from dotmoe.training.config import Destination
 
 logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
@@ -52,7 +49,6 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one proces
 _MANIFEST = "manifest.json"
 
 Metrics = dict[str, float]
-Destination = Literal["tensorboard", "wandb"]
 OnStep = Callable[[int, Metrics], None]
 """Callback that takes the number of a step, counted from 1, and its metrics."""
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ from dotmoe.common.distributed import (
     raise_on_all_ranks,
     sum_over_ranks,
 )
-from dotmoe.common.errors import Interrupted, UserError, require_package
-from dotmoe.common.options import at_least
-from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, loggers
+from dotmoe.common.errors import Interrupted, UserError
+from dotmoe.training.config import DEFAULT_TRAINING, Schedule, TrainingConfig
+from dotmoe.training.folder import Checkpoints, Metrics, OnStep, loggers
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +47,6 @@ _CHECKPOINT_SECONDS = 1800
 _MAX_LOSS_RATIO = 10.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingConfig:
-    """Checkpoints, bad losses and logs of every training stage; none changes what is learned."""
-
-    checkpoint_every: Annotated[int, at_least(1)] | None = None
-    """Steps between checkpoints, in addition to those half an hour after the last, at the end and
-    on SIGTERM or Ctrl-C. None: only those."""
-    on_bad_loss: Literal["stop", "skip"] = "stop"
-    """What to do if a loss or gradient is not finite, or a loss explodes: `stop` with an error that
-    names the layer and the last checkpoint, or `skip` the batch."""
-    max_skipped: Annotated[int, at_least(0)] = 10
-    """Maximum number of batches skipped in a row; one more stops the run."""
-    log_to: tuple[Destination, ...] = ()
-    """Logs to write in addition to `metrics.jsonl`: `tensorboard`, `wandb`, or both."""
-
-    def check_together(self) -> None:
-        """Refuse logs whose package is not installed."""
-        for package in self.log_to:
-            require_package(package, package, f"log_to {package}")
-
-
-DEFAULT_TRAINING = TrainingConfig()
-
-
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
     """Give what runs within this context a name, for PyTorch's profiler or `watching_ranges`."""
@@ -86,16 +62,6 @@ def watching_ranges(watch: Callable[[str], AbstractContextManager[Any]]) -> Iter
         yield
     finally:
         _watch.reset(token)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """Number of steps, warm-up, weight decay and gradient clipping of a training run."""
-
-    steps: int
-    warmup_steps: int
-    weight_decay: float
-    max_grad_norm: float
 
 
 class Task(Protocol):

@@ -10,7 +10,8 @@ from dotmoe.common.options import checked, values_of
 from dotmoe.common.progress import Progress
 from dotmoe.measure.analyse.experts import SEED, outputs_tsne, overlap, sensitivity, utilisation
 from dotmoe.measure.analyse.overhead import profile
-from dotmoe.measure.analyse.run import AnalyseConfig, AnalysedRun, Findings
+from dotmoe.measure.analyse.run import AnalysedRun, Findings
+from dotmoe.measure.config import AnalyseConfig
 from dotmoe.run.folder import provenance
 
 FORM = 4

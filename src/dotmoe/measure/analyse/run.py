@@ -1,28 +1,24 @@
 """Inputs of the analyses: held-out text, its routing by the masked model, and the alignment."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 from jaxtyping import Float, Int
 from torch import Tensor
-from tyro.conf import Positional
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
-from dotmoe.common.options import at_least
 from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.export.routers import at_routers
+from dotmoe.measure.config import AnalyseConfig
 from dotmoe.method.calibrate import contributions, expert_sums
 from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.router import router_logits
 from dotmoe.models.family import DenseModel
-from dotmoe.models.load import LoadConfig, load_described
+from dotmoe.models.load import load_described
 from dotmoe.run.config import FinetuneRunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RunFolder
@@ -32,25 +28,6 @@ FORWARD_TOKENS = 4096
 
 Findings = tuple[Values, list[str]]
 """Values of an analysis, and a few sentences that summarise them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnalyseConfig:
-    """Options of `dotmoe analyse`."""
-
-    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
-    """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
-    only: tuple[str, ...] = ()
-    """Analyses to run: expert_utilisation, routing_overlap, expert_outputs_tsne,
-    layer_sensitivity, overhead_profile. Default: all that apply to the run."""
-    tokens: Annotated[int, at_least(1)] = 32768
-    """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
-    layer: Annotated[int | None, at_least(0)] = None
-    """Split layer whose expert outputs are shown. Default: a third of the way through the split
-    layers, as in the paper."""
-    profile_steps: Annotated[int, at_least(1)] = 5
-    """Number of alignment steps to time."""
-    load: LoadConfig = field(default_factory=LoadConfig)
 
 
 class AnalysedRun(FinishedRun):

@@ -7,8 +7,9 @@ from dotmoe.common.files import Values, write_json
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table
+from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import fidelity, generation, perplexity, tasks
-from dotmoe.measure.evaluate.models import EvaluateConfig, sides_of
+from dotmoe.measure.evaluate.models import sides_of
 from dotmoe.run.folder import provenance
 
 Measure = Callable[[EvaluateConfig, Progress], Values]

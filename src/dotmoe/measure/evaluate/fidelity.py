@@ -14,12 +14,8 @@ from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import RECORD_FILE, ExportRecord
-from dotmoe.measure.evaluate.models import (
-    EvaluateConfig,
-    dense_model_of,
-    loaded,
-    model_folder,
-)
+from dotmoe.measure.config import EvaluateConfig
+from dotmoe.measure.evaluate.models import dense_model_of, loaded, model_folder
 from dotmoe.measure.evaluate.perplexity import error_over, packed_text, text_names
 from dotmoe.models.family import family_of
 from dotmoe.models.scoring import hidden_states, logits_in_parts

@@ -11,7 +11,8 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
 from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.common.tables import Table
-from dotmoe.measure.evaluate.models import EvaluateConfig, StockModel, by_side, in_context, sides_of
+from dotmoe.measure.config import EvaluateConfig, in_context
+from dotmoe.measure.evaluate.models import StockModel, by_side, sides_of
 from dotmoe.measure.evaluate.perplexity import packed_text
 
 PROMPT_TOKENS = 32

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError, nearest, one_line, require_package
 from dotmoe.common.files import Values, write_json
-from dotmoe.measure.evaluate.models import EvaluateConfig, in_context, loading
+from dotmoe.measure.config import EvaluateConfig, in_context
+from dotmoe.measure.evaluate.models import loading
 from dotmoe.models.load import resolved_dtype
 from dotmoe.models.tokenizer import load_tokenizer
 

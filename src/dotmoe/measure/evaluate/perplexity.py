@@ -14,10 +14,9 @@ from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import ExportRecord, require_checksums, require_free_k
+from dotmoe.measure.config import EvaluateConfig, TextConfig
 from dotmoe.measure.evaluate.models import (
-    EvaluateConfig,
     StockModel,
-    TextConfig,
     TokenNats,
     by_side,
     dense_model_of,
@@ -32,7 +31,8 @@ from dotmoe.models.family import DenseModel
 from dotmoe.models.load import load_weights
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.text.blocks import TokenBlocks, pack, separator_of
-from dotmoe.text.sources import Continuation, DataConfig, documents
+from dotmoe.text.config import DataConfig
+from dotmoe.text.sources import Continuation, documents
 
 FEW_WINDOWS = 16
 """Fewer windows than this give a rough standard error, which is said."""

@@ -13,8 +13,9 @@ from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.files import Values, read_json, sha256_of, write_json
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, figure, table_of
+from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import harness
-from dotmoe.measure.evaluate.models import EvaluateConfig, model_folder, sides_of
+from dotmoe.measure.evaluate.models import model_folder, sides_of
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.load import resolved_dtype
 from dotmoe.run.folder import STAGES, provenance

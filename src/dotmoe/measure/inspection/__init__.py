@@ -2,24 +2,23 @@
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import torch
-import tyro
-from tyro.conf import Positional
 
 from dotmoe.common.distributed import num_ranks, resolved_device
 from dotmoe.common.errors import UserError
-from dotmoe.common.options import HOW, at_least, check
+from dotmoe.common.options import check
 from dotmoe.common.tables import in_time
-from dotmoe.export import settled_experts
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import ONLY_TRANSFORMERS, OWN, format_for
 from dotmoe.export.format import EXPORTED, yarn_notes
 from dotmoe.export.llama_cpp import most_active_experts_of
 from dotmoe.export.transformers_format import TransformersFormat, limits_met
+from dotmoe.export.write import settled_experts
+from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection.planner import (
     ACCELERATORS,
     Accelerator,
@@ -29,9 +28,8 @@ from dotmoe.measure.inspection.planner import (
 )
 from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
 from dotmoe.measure.inspection.stages import UNMEASURED, Stages
-from dotmoe.method.finetuning import FinetuneConfig
+from dotmoe.method.config import FinetuneConfig, RepairConfig
 from dotmoe.method.granularity import Granularity, splits_of
-from dotmoe.method.repair import RepairConfig
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
@@ -44,33 +42,6 @@ CHOICES = {
 }
 """Repairs to choose from, by their options; the first loses least and takes longest."""
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InspectConfig(RunConfig):
-    """A conversion to plan, with the options of `dotmoe convert`, and the machines to plan for."""
-
-    command: ClassVar[str] = "inspect"
-
-    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW] = ""
-    """What `dotmoe convert` would write; not used."""
-    train: Literal["everything", "router", "lora"] = "everything"
-    """What a finetuning of the result trains: all weights and the routers, only the routers, or
-    low-rank adapters on experts and attention together with the routers."""
-    finetune_steps: Annotated[int, at_least(1)] | None = None
-    """Number of optimizer steps of a finetuning of the result, to plan it for all machines.
-    Default: the paper's number, of which only the time is shown."""
-    finetune_batch_size: Annotated[int, at_least(1)] = FinetuneConfig().batch_size
-    """Sequences per step of that finetuning."""
-    gpu: Literal[tuple(ACCELERATORS)] | None = None  # type: ignore[valid-type]
-    """GPU type to plan for. Default: this machine, and every known type."""
-    gpus: Annotated[int, at_least(1)] | None = None
-    """GPUs per node. Default: 1 and 8."""
-    nodes: Annotated[int, at_least(1)] = 1
-    """Number of nodes with that many GPUs each, joined by InfiniBand."""
-    json: bool = False
-    """Print JSON instead of tables, with the items that each size is the sum of, and all ways to
-    run that were compared."""
 
 
 def inspect_model(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from dotmoe.export.parameters import count_parameters
-from dotmoe.method.finetuning import FinetuneConfig
+from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.granularity import Granularity, parts_of
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, meta_model, widths_of
 from dotmoe.training.losses import chunk_rows

@@ -27,8 +27,9 @@ from dotmoe.measure.inspection.sizes import (
     repair_memory,
 )
 from dotmoe.method.calibrate import LAYERS_PER_DENSE, OUTLIER_TOKENS, ROUNDS
+from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import parts_of
-from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS, RepairConfig
+from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS, repair_tokens
 from dotmoe.run.config import RunConfig
 
 TOKENS_PER_S = 200_000
@@ -95,7 +96,8 @@ class Stages:
         return cls(
             sizes=sizes,
             calibration_tokens=config.calibration_tokens(sizes.widths.model),
-            repair_tokens=config.repair * config.repairing.tokens(sizes.split, sizes.config),
+            repair_tokens=config.repair
+            * repair_tokens(config.repairing, sizes.split, sizes.config),
             repair_epochs=config.repairing.repair_epochs,
             training_tokens=config.align.steps * config.align.batch_size * seq_len,
             eval_tokens=config.eval_tokens,
@@ -110,9 +112,9 @@ class Stages:
         self, choices: Mapping[str, RepairConfig]
     ) -> Iterator[tuple[str, RepairConfig, "Stages"]]:
         """The same conversion with each of these repairs on at most the default's tokens."""
-        most = RepairConfig().tokens(self.sizes.split, self.sizes.config)
+        most = repair_tokens(RepairConfig(), self.sizes.split, self.sizes.config)
         for name, how in choices.items():
-            tokens = how.tokens(self.sizes.split, self.sizes.config)
+            tokens = repair_tokens(how, self.sizes.split, self.sizes.config)
             if how.repair_tokens is None or tokens < most:
                 epochs = how.repair_epochs
                 yield name, how, replace(self, repair_tokens=tokens, repair_epochs=epochs)

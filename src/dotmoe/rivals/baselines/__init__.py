@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -22,7 +22,6 @@ from dotmoe.method.granularity import Granularity, joined, parts_of
 from dotmoe.method.layout import ALWAYS_ON, AlignState, ExpertLayout
 from dotmoe.models.family import DenseModel
 from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
-from dotmoe.rivals.baselines.contract import BaselineConfig as BaselineConfig
 from dotmoe.rivals.baselines.contract import LayerSplit, Own, gated
 from dotmoe.rivals.baselines.contract import SplitInputs as SplitInputs
 from dotmoe.rivals.baselines.controls import by_energy, dealt, static_pruning
@@ -30,6 +29,7 @@ from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates, expert_we
 from dotmoe.rivals.baselines.llama_moe_v2 import llama_moe_v2
 from dotmoe.rivals.baselines.lte import above_threshold, lte
 from dotmoe.rivals.baselines.moefication import by_predictor, co_activation, weight_clusters
+from dotmoe.rivals.config import BaselineConfig as BaselineConfig
 
 
 class Method(NamedTuple):
@@ -61,12 +61,7 @@ METHODS = {
     "expert_weaver": Method(expert_weaver, own=by_shared_and_gates),
     "cmoe": Method(cmoe, has_shared_expert=True, own=by_representatives),
 }
-"""Methods to compare DOT-MoE with, by command-line name; a new one needs one line here."""
-
-if TYPE_CHECKING:
-    MethodName = str
-else:
-    MethodName = Literal[("dot_moe", *METHODS)]
+"""Methods to compare DOT-MoE with, by command-line name; by names of `BASELINES`."""
 
 _LAYOUT, _OWN = "layout.safetensors", "own_router.safetensors"
 

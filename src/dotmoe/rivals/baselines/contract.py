@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.common.errors import require_package
-from dotmoe.common.options import at_least
-from dotmoe.method.calibrate import CalibrateConfig, activations, block_inputs, harden
+from dotmoe.method.calibrate import activations, block_inputs, harden
+from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
 from dotmoe.models.hooks import input_hooks
+from dotmoe.rivals.config import BaselineConfig
 from dotmoe.training.losses import (
     IGNORED,
     distillation_loss,
@@ -26,20 +27,6 @@ from dotmoe.training.losses import (
 
 STARTS, ROUNDS = 4, 20
 """Number of random k-means starts (the best is kept), and maximum rounds of each."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BaselineConfig:
-    """Options of the methods other than DOT-MoE, besides calibration_tokens and ridge."""
-
-    split_router: Literal["own", "ridge"] = "own"
-    """`own`: the router of the method itself (for cmoe a linear fit to it, as no stock architecture
-    holds it). `ridge`: the router that DOT-MoE starts from, fitted to the method's experts."""
-    router_steps: Annotated[int, at_least(0)] = 0
-    """Number of alignment steps that train a baseline's router while its experts stay fixed; 0: no
-    training."""
-    lte_steps: Annotated[int, at_least(1)] = 100
-    """Number of steps, of 1,024 calibration tokens each, that train LTE's gates; for lte only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

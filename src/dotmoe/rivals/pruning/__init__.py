@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,13 +59,7 @@ PRUNING = {
     "shortgpt": Method(shortgpt),
     "sleb": Method(sleb),
 }
-"""Pruning methods by command-line name; a new one needs one line here."""
-
-if TYPE_CHECKING:
-    PruningName = str
-else:
-    PruningName = Literal[(*PRUNING,)]
-
+"""Pruning methods by command-line name; by names of `PRUNERS`."""
 
 require_described = refusing(
     lambda traits: traits.is_own, "a decoder of its own, which no pruning method knows"

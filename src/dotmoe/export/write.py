@@ -1,0 +1,198 @@
+"""STAGE export: write a servable model from a dense checkpoint's files and an `ExpertLayout`."""
+
+import logging
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from dotmoe.common.errors import UserError, VerificationError
+from dotmoe.common.files import complete_folder, new_folder
+from dotmoe.common.progress import Update, no_update
+from dotmoe.common.worker import WorkerDiedError
+from dotmoe.export.choice import ONLY_TRANSFORMERS, OWN, format_for
+from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
+from dotmoe.export.format import EXPORTED, Conversion, require_no_others
+from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
+from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
+from dotmoe.export.verify import sample_tokens
+from dotmoe.method.calibrate import LAYERS_PER_DENSE
+from dotmoe.method.config import ExpertsConfig
+from dotmoe.method.granularity import DEFAULT_ACTIVE, Granularity, joined, parts_of, splits_of
+from dotmoe.method.layout import ExpertLayout
+from dotmoe.models.checkpoint import Tensors
+from dotmoe.models.family import DenseModel
+from dotmoe.models.on_disk import on_disk
+from dotmoe.models.tokenizer import tokenizer_notes
+
+logger = logging.getLogger(__name__)
+
+_WIDENED = (
+    "The dense weights are float16, which cannot hold the scaled routers; they are written as "
+    "float32, which is exact. --export-dtype bfloat16 halves the files and rounds the weights."
+)
+
+
+def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
+    """Dtype of written routers and experts; `source` takes what is in `EXPORTED`."""
+    if config.format in GGUF_NAMES:
+        return torch.float32
+    if config.export_dtype != "source":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.export_dtype]
+    stored = Tensors.of(dense).dtype
+    if stored not in EXPORTED:
+        raise UserError(
+            f"The weights in {dense.folder} are {stored}, but exports are float32 or bfloat16. Set "
+            "--export-dtype to one of them, which rounds the weights."
+        )
+    return EXPORTED[stored]
+
+
+def settled_experts(
+    experts: ExpertsConfig, dense: DenseModel, name: str, dtype: torch.dtype
+) -> ExpertsConfig:
+    """The options with the values that their defaults mean for this model and format name.
+
+    Half of the FFN runs. Where a format can hold it, half of that is always on, and the number of
+    leading dense layers stays open, to be measured on text; elsewhere both are 0, as they are if
+    attention is split. Values that are given stay as they are.
+    """
+    if experts.active is None and experts.active_experts is None:
+        experts = replace(experts, active=DEFAULT_ACTIVE)
+
+    def split(shared: float, first: int) -> Granularity:
+        tried = replace(experts, shared=shared, first_dense_layers=first)
+        return splits_of(tried, dense.widths.ffn, dense.config.num_attention_heads)
+
+    def holds(shared: float, first: int) -> bool:
+        try:
+            format_for(dense, split(shared, first), name, dtype)
+        except UserError:
+            return False
+        return experts.targets == "ffn"
+
+    first, shared = experts.first_dense_layers, experts.shared
+    if first is None and (dense.widths.layers < LAYERS_PER_DENSE or not holds(shared or 0, 1)):
+        first = 0
+    if shared is None:
+        plain = split(0, first or 0)
+        half = plain.active_experts // 2 / plain.num_experts
+        shared = half if holds(half, first or 0) else 0.0
+    return replace(experts, shared=shared, first_dense_layers=first)
+
+
+def require_exportable(dense: DenseModel, split: Granularity, config: ExportConfig) -> torch.dtype:
+    """Refuse, quickly and before any training, what export would refuse; return `export_dtype`."""
+    if config.format in GGUF_NAMES:
+        raise UserError(
+            f"export format {config.format} needs a finished run: convert to a "
+            f"Transformers format first, then dotmoe export RUN OUT --format {config.format}."
+        )
+    dtype = export_dtype(dense, config)
+    form, tensors = format_for(dense, split, config.format, dtype), Tensors.of(dense)
+    tensors.require_shapes(dense.model)
+    require_no_others(dense, tensors, form.name)
+    if form.name == OWN:
+        logger.warning(ONLY_TRANSFORMERS)
+    return dtype
+
+
+def export(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    out: Path,
+    config: ExportConfig,
+    token_ids: Int[Tensor, "B T"],
+    *,
+    origin: DenseModel | None = None,
+    on_progress: Update = no_update,
+) -> ExportRecord:
+    """Scale the routers, write the folder, verify it, and only then rename it to `out`.
+
+    Weights are read from the files of `dense.folder`, not from `dense.model`, and written tensor
+    by tensor: writing needs memory for one dense tensor. Verification needs more, see `verify`.
+
+    Args:
+        dense: The dense model, loaded or only described; its device is used for computation.
+        layout: The model's experts, routers and k. Routers are rounded to the written dtype.
+        out: Folder to create; must be new or empty.
+        config: Options; a GGUF format also accepts a `GgufConfig`.
+        token_ids: Real text, used to scale the routers and to verify the export.
+        origin: The original dense model, if `dense` is its repaired or finetuned successor.
+        on_progress: Called with the number of tensors written, then of layers verified.
+
+    Returns:
+        The record of the export and its measurements; also written as `dotmoe.json`.
+
+    Raises:
+        UserError: The model and layout cannot be exported, `out` exists, or the disk is full.
+        VerificationError: A runtime would route differently from the layout, or the written model
+            computes something else. The export is kept in `OUT_unverified` with a record of why.
+    """
+    dtype = export_dtype(dense, config)
+    form = format_for(dense, layout.granularity, config.format, dtype)
+    layout = joined(
+        replace(part, router_LED=part.router_LED.to(dtype).float()) for part in parts_of(layout)
+    )
+    notes = list[str]()
+    if config.export_dtype == "source" and Tensors.of(dense).dtype == torch.float16:
+        config = replace(config, export_dtype="float32")
+        notes = [_WIDENED] * (config.format not in GGUF_NAMES)
+    out = new_folder(out)
+    device = torch.device("cpu") if dense.weights == "meta" else dense.device
+    exact = on_disk(dense, device, torch.float32)
+    unverified = out.with_name(out.name + "_unverified")
+    with complete_folder(out) as folder:
+        if (unverified / RECORD_FILE).is_file():  # left by an earlier attempt
+            shutil.rmtree(unverified)
+        if unverified.exists():
+            raise UserError(f"{unverified} exists and is not an export. Move it away.")
+        sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
+        routers = []
+        if form.gating.score != "none":
+            routers = scale_routers(exact, layout, sample_BT, form.gating, dtype)
+        conversion = Conversion(
+            dense=exact,
+            tensors=Tensors.of(dense),
+            layout=layout,
+            exponents={scale["layer"]: scale["exponent"] for scale in routers},
+            dtype=dtype,
+            config=config if isinstance(config, GgufConfig) else GgufConfig(**asdict(config)),
+            origin=origin or dense,
+            on_progress=on_progress,
+        )
+        problems, verification = routing_problems(routers, sample_BT.numel()), None
+        files = form.write(conversion, folder)
+        try:
+            tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
+            verification, beyond = form.check(conversion, folder, tokens_BT)
+            problems += beyond
+        except (VerificationError, WorkerDiedError) as error:
+            problems.append(str(error).replace(str(folder), str(unverified)))
+        record = record_of(
+            conversion,
+            form,
+            folder,
+            name=unverified.name if problems else out.name,
+            files=files,
+            routers=routers,
+            verification=verification,
+            problems=problems,
+            notes=[
+                *notes,
+                *form.notes(conversion),
+                *tokenizer_notes(folder),
+                *routing_notes(routers),
+            ],
+        )
+        record.write(folder)
+        if problems:
+            folder.rename(unverified)
+            more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
+            raise VerificationError(
+                f"{problems[0]}{more} The unverified export is kept as {unverified}."
+            )
+    return record

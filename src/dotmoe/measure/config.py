@@ -1,0 +1,260 @@
+"""Options of the commands that measure or plan."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import Values
+from dotmoe.common.options import HOW, at_least
+from dotmoe.method.config import FinetuneConfig
+from dotmoe.models.config import LoadConfig
+from dotmoe.run.config import RunConfig
+
+
+def in_context(
+    name: str, tokens: int, context: int, least: int = 2, remedy: str = "Choose one."
+) -> int:
+    """Return `tokens`; raises `UserError` if they exceed the context of the model."""
+    if tokens > context:
+        raise UserError(
+            f"{name} is {tokens}, but must lie in {least} to {context}, the model's context. "
+            f"{remedy}"
+        )
+    return tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextConfig:
+    """Text to measure on, and how it is cut into windows."""
+
+    text: tuple[str, ...] = ()
+    """Text to measure on: files or other sources, named as for `--data` of convert."""
+    window: Annotated[int | None, at_least(2)] = None
+    """Tokens per window, 2 to the model's context. Default: 2048, or the context if it is less."""
+    max_tokens: Annotated[int | None, at_least(2)] = None
+    """Read no more tokens than this, 2 or more. Default: the whole text."""
+    protocol: Literal["packed", "gptq"] = "packed"
+    r"""How text becomes windows. packed: documents joined as for training. gptq: lines joined by
+    "\n\n" and tokenised whole, an unfilled last window dropped, as papers on quantisation and
+    pruning measure WikiText-2."""
+    batch_size: Annotated[int | Literal["auto"], at_least(1)] = "auto"
+    """Windows, or requests of tasks, per forward pass, 1 or more. auto: 8 windows; 16 requests on a
+    CPU, fewer if the vocabulary is large; on a GPU as many requests as fit."""
+
+    def window_in(self, context: int) -> int:
+        """Tokens per window for a model with this context; raises `UserError` if it is longer."""
+        return in_context("window", self.window or min(2048, context), context)
+
+    @property
+    def windows_at_once(self) -> int:
+        """Number of windows per forward pass."""
+        return 8 if self.batch_size == "auto" else self.batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """What to measure: perplexity of --text, unless --tasks, --fidelity, --generate
+    or --curve selects something else.
+    """
+
+    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Dense model (folder, hub name or GGUF file), exported checkpoint, run folder, or, for
+    perplexity only, an exported GGUF (the file or its folder)."""
+    against: str | None = None
+    """Second model to measure, side by side with MODEL. For --fidelity: the dense model, by default
+    the one that MODEL was made from (of a local one, only a run folder knows the path)."""
+    out: str | None = None
+    """Folder to write results to. Default for tasks: `6_evaluate` of a run, else
+    `evaluation-MODEL`; other results are only printed."""
+    json: bool = False
+    """Print JSON instead of tables."""
+    tasks: tuple[str, ...] = ()
+    """Benchmark tasks to run with lm-evaluation-harness: `paper` (the paper's six), `paper_by_k`
+    (the five of its table over k), or tasks and groups by the harness's names (mmlu, gsm8k).
+    Finished tasks are not run again."""
+    task_data: str | None = None
+    """Folder with the data of the tasks. Default: download them from the hub."""
+    shots: Annotated[int | None, at_least(0)] = None
+    """Number of solved examples before each question, for all tasks. Default: the paper's number,
+    else the harness's."""
+    limit: Annotated[int | None, at_least(1)] = None
+    """Score only this many questions of each task, the first ones, 1 or more; for a trial."""
+    chat_template: bool = False
+    """Give questions of tasks, or `prompts`, through the model's chat template, as chat models
+    expect."""
+    max_length: Annotated[int | None, at_least(2)] = None
+    """Tokens that the model may see at once in tasks, 2 to its context. Default: its context. In
+    `wikitext` this is the window of the rolling log-likelihood."""
+    fidelity: bool = False
+    """Compare hidden states, logits and FFN outputs with the dense model's on --text."""
+    generate: Annotated[int | None, at_least(1)] = None
+    """Continue prompts by up to this many tokens, side by side with the model of --against."""
+    temperature: Annotated[float, at_least(0)] = 0.0
+    """Temperature of --generate; 0: the most likely token at every step. Seed of samples: 0."""
+    prompts: tuple[str, ...] = ()
+    """Prompts to continue. Default: pieces cut from --text at equal distances."""
+    num_prompts: Annotated[int, at_least(1)] = 16
+    """Number of prompts that are cut from --text."""
+    curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
+    """Measure perplexity of an export at these k, and at k = E. Without numbers: eighths of E."""
+    tokenizer: str | None = None
+    """Model whose tokenizer is used for a GGUF that runs in llama.cpp. Default: the hub model that
+    an exported GGUF was made from; without this option Transformers reads any other GGUF."""
+    corpus: TextConfig = field(default_factory=TextConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of the models to measure as the user gave them, as `model` and `against`."""
+        return {"model": self.model} | ({"against": self.against} if self.against else {})
+
+    @property
+    def measurement(self) -> str:
+        """Name of the one selected measurement, a key of `MEASUREMENTS`."""
+        options = {
+            "tasks": self.tasks or None,
+            "fidelity": self.fidelity or None,
+            "generation": self.generate,
+            "curve": self.curve,
+        }
+        chosen = [name for name, option in options.items() if option is not None]
+        if len(chosen) > 1:
+            named = " and ".join(f"--{name}" for name in chosen).replace("_", "-")
+            raise UserError(
+                f"{named.replace('generation', 'generate')} are two measurements. "
+                "Ask for one of them at a time."
+            )
+        return chosen[0] if chosen else "perplexity"
+
+    def check_together(self) -> None:
+        """Refuse two measurements, options of tasks without any, no text, and a file as `out`."""
+        of_tasks = ("task_data", "shots", "limit", "max_length")
+        for name in () if self.tasks else of_tasks:
+            if (value := getattr(self, name)) is not None and value is not False:
+                raise UserError(f"{name} is {value}, but it is for --tasks alone. Leave it out.")
+        if self.chat_template and not (self.tasks or (self.generate and self.prompts)):
+            raise UserError(
+                "chat_template is for --tasks, or --generate with --prompts. Leave it out."
+            )
+        if self.temperature and not self.generate:
+            raise UserError("temperature is for --generate alone. Leave it out.")
+        if not (self.corpus.text or self.tasks or (self.generate and self.prompts)):
+            raise UserError(
+                "--text names no file. Give a text to measure on, or --prompts for --generate."
+            )
+        if self.measurement == "curve" and self.against:
+            raise UserError(
+                f"--curve measures MODEL alone, but --against names {self.against}. Leave it out."
+            )
+        if self.out and any(path.is_file() for path in (Path(self.out), *Path(self.out).parents)):
+            raise UserError(
+                f"--out {self.out} is a file or in one, but results lie in a folder. Name another."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnalyseConfig:
+    """Options of `dotmoe analyse`."""
+
+    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+    """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
+    only: tuple[str, ...] = ()
+    """Analyses to run: expert_utilisation, routing_overlap, expert_outputs_tsne,
+    layer_sensitivity, overhead_profile. Default: all that apply to the run."""
+    tokens: Annotated[int, at_least(1)] = 32768
+    """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
+    layer: Annotated[int | None, at_least(0)] = None
+    """Split layer whose expert outputs are shown. Default: a third of the way through the split
+    layers, as in the paper."""
+    profile_steps: Annotated[int, at_least(1)] = 5
+    """Number of alignment steps to time."""
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig:
+    """Two models, and what to measure with them."""
+
+    dense: Annotated[Positional[str], tyro.conf.arg(metavar="DENSE")]
+    """Dense model: checkpoint folder, hub name or .gguf file."""
+    moe: Annotated[Positional[str], tyro.conf.arg(metavar="MOE")]
+    """MoE made from DENSE: checkpoint, run folder (its export is used) or .gguf file. Transformers
+    runs both models, or llama.cpp on the CPU if both are .gguf files."""
+    batch_sizes: tuple[Annotated[int, at_least(1)], ...] = (1, 4, 16)
+    """Numbers of sequences that are decoded at once, each at least 1; none skips decode."""
+    prompt_tokens: Annotated[int, at_least(0)] = 512
+    """Length of the prompt in prefill, in tokens; 0 skips prefill."""
+    context_tokens: Annotated[int, at_least(1)] = 128
+    """Number of tokens in each sequence's cache when a round of decode starts, at least 1."""
+    decode_steps: Annotated[int, at_least(1)] = 8
+    """Number of tokens that each sequence decodes in a round, at least 1."""
+    rounds: Annotated[int, at_least(1)] = 10
+    """Number of rounds of each model at each measured point, at least 1."""
+    threads: Annotated[int | None, at_least(1)] = None
+    """Number of CPU threads of each model, at least 1. Default: as many as torch uses."""
+    clock: Literal["wall", "cpu"] = "wall"
+    """Clock that measures times. wall: elapsed time. cpu: computing time of one thread, excluding
+    time that other processes used; for a busy machine, with --threads 1 and no GPU."""
+    load: LoadConfig = field(default_factory=LoadConfig)
+    seed: Annotated[int, at_least(0)] = 0
+    """Seed of the input tokens."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def check_together(self) -> None:
+        """Refuse a benchmark with nothing to measure."""
+        if not self.batch_sizes and not self.prompt_tokens:
+            raise UserError(
+                "batch_sizes is empty and prompt_tokens is 0, which leaves nothing to measure. "
+                "Set one of them."
+            )
+
+    @property
+    def points(self) -> list[Values]:
+        """The measured points in order: `name`, `batch`, `tokens`, and `steps` (0 in prefill)."""
+        prefill = {"name": "prefill", "batch": 1, "tokens": self.prompt_tokens, "steps": 0}
+        decode = {"name": "decode", "tokens": self.context_tokens, "steps": self.decode_steps}
+        points = [decode | {"batch": batch} for batch in self.batch_sizes]
+        return [prefill, *points] if self.prompt_tokens else points
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectConfig(RunConfig):
+    """A conversion to plan, with the options of `dotmoe convert`, and the machines to plan for."""
+
+    command: ClassVar[str] = "inspect"
+
+    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW] = ""
+    """What `dotmoe convert` would write; not used."""
+    train: Literal["everything", "router", "lora"] = "everything"
+    """What a finetuning of the result trains: all weights and the routers, only the routers, or
+    low-rank adapters on experts and attention together with the routers."""
+    finetune_steps: Annotated[int, at_least(1)] | None = None
+    """Number of optimizer steps of a finetuning of the result, to plan it for all machines.
+    Default: the paper's number, of which only the time is shown."""
+    finetune_batch_size: Annotated[int, at_least(1)] = FinetuneConfig().batch_size
+    """Sequences per step of that finetuning."""
+    gpu: Literal[None, "a100", "h100", "h200", "b200", "l40s"] = None
+    """GPU type to plan for. Default: this machine, and every known type."""
+    gpus: Annotated[int, at_least(1)] | None = None
+    """GPUs per node. Default: 1 and 8."""
+    nodes: Annotated[int, at_least(1)] = 1
+    """Number of nodes with that many GPUs each, joined by InfiniBand."""
+    json: bool = False
+    """Print JSON instead of tables, with the items that each size is the sum of, and all ways to
+    run that were compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportConfig:
+    """One page on what a conversion lost and gained."""
+
+    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+    """Folder of a finished `dotmoe convert`, `finetune` or `quickstart`."""
+    out: str | None = None
+    """File to write the page to, and no plots. Default: `7_report/report.html` in RUN, and plots as
+    SVG and PNG in `7_report/plots`; for a quickstart `report.html` and `plots` in RUN itself."""
