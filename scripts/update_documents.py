@@ -242,7 +242,12 @@ def planned() -> list[Any]:
         experts = ExpertsConfig(expert_size=128, active=0.25, shared=0.0)  # the paper
         for task in ("align", "finetune"):
             asked = InspectConfig(
-                model=model, experts=experts, load=LoadConfig(device="cpu"), gpu="h100", gpus=8
+                model=model,
+                experts=experts,
+                load=LoadConfig(device="cpu"),
+                gpu="h100",
+                gpus=8,
+                finetune_recipe="paper",
             )
             plans = inspect_model(config, asked, stored=torch.bfloat16, here=here)["plans"]
             plan = next(plan for plan in plans if plan["task"] == task)

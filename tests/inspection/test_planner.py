@@ -14,6 +14,7 @@ from dotmoe.measure.inspection.planner import (
     USABLE_SHARE,
     fitting,
     most_at_once,
+    plan,
     products,
     traffic,
 )
@@ -25,8 +26,8 @@ RANKS = 8
 
 def planned(config, task="align", **options):
     found = inspection(config, **{"gpu": "h100", "gpus": 8, **options})
-    (plan,) = (plan for plan in found["plans"] if plan["task"] == task)
-    return plan | {"tokens": found["run"]["tokens"][task]}
+    (made,) = (made for made in found["plans"] if made["task"] == task)
+    return made | {"tokens": found["run"]["tokens"][task]}
 
 
 def test_a_shard_is_as_large_as_that_of_fsdp():
@@ -57,11 +58,11 @@ def test_the_papers_alignment_is_three_forwards_and_takes_less_than_its_three_ho
     """On eight H100. To within attention scores, routers and assignment."""
     simple = 3 * 2 * (8_030_261_248 - 128_256 * 4_096) * 64 * 2_048
     assert simple < sum(products(step(sizes(llama_3_8b()))).values()) < 1.15 * simple
-    plan = planned(llama_3_8b())
-    assert plan["tokens"] == 458_752_000 == 3_500 * 64 * 2_048
+    found = planned(llama_3_8b())
+    assert found["tokens"] == 458_752_000 == 3_500 * 64 * 2_048
     # At the peak of eight H100 and nothing but products: 0.73 hours.
-    assert 0.8 < plan["hours"] < 3
-    assert plan["gpu_hours"] == pytest.approx(8 * plan["hours"])
+    assert 0.8 < found["hours"] < 3
+    assert found["gpu_hours"] == pytest.approx(8 * found["hours"])
 
 
 @pytest.mark.parametrize(
@@ -70,9 +71,10 @@ def test_the_papers_alignment_is_three_forwards_and_takes_less_than_its_three_ho
 def test_published_dense_training_is_predicted_within_25_percent(gpu, nodes, batch_size, published):
     # Llama 3 8B, sequences of 8,192, by torchtitan; it checkpoints some activations, so its speed
     # is between those of all and of none. All experts are on: the work is the dense model's.
-    options = {"seq_len": 8_192, "finetune_batch_size": batch_size, "task": "finetune"}
-    plan = planned(llama_3_8b(), gpu=gpu, nodes=nodes, experts=2, active_experts=2, **options)
-    sharded = [choice for choice in plan["choices"] if choice["sharded"]]
+    dense = sizes(llama_3_8b(), experts=2, active_experts=2)
+    one = step(dense, train="everything", batch_size=batch_size, seq_len=8_192)
+    found = plan(one, ACCELERATORS[gpu], 8, nodes, tokens=one.tokens)
+    sharded = [choice for choice in found["choices"] if choice["sharded"]]
     speeds = {each["checkpointing"]: each["tokens_per_s"] / 8 / nodes for each in sharded}
     assert 0.75 * speeds[True] < published < 1.25 * speeds[False]
     assert speeds[False] < 2 * speeds[True]
@@ -105,7 +107,9 @@ def test_more_gpus_and_faster_ones_take_less_time_and_slow_links_cost():
     assert hours == sorted(hours, reverse=True)
     assert planned(llama_3_8b(), gpu="b200")["hours"] < hours[-1]
     slow, fast = (
-        planned(llama_3_8b(), gpu=gpu, task="finetune")["choices"][1]["parts"]
+        planned(llama_3_8b(), gpu=gpu, task="finetune", finetune_recipe="paper")["choices"][1][
+            "parts"
+        ]
         for gpu in ("l40s", "h100")
     )
     assert slow["waiting for communication"] > fast["waiting for communication"] == 0
@@ -128,8 +132,30 @@ def test_only_active_experts_cost_products_in_finetuning():
     assert half["forward"] - quarter["forward"] == 2 * 2_048 * 3 * 4_096 * 14_336 * 32 // 4
 
 
-def test_finetuning_has_its_own_budget():
-    assert planned(llama_3_8b(), task="finetune")["tokens"] == 4_578 * 128 * 2_048
+@pytest.mark.parametrize(
+    ("options", "command", "tokens"),
+    [
+        ({}, "finetune OUT OUT2", 240 * 4 * 512),
+        ({"finetune_steps": 9}, "finetune OUT OUT2 --steps 9", 9 * 4 * 512),
+        ({"finetune_recipe": "paper"}, "finetune OUT OUT2 --recipe paper", 4_578 * 128 * 2_048),
+    ],
+)
+def test_a_finetuning_is_planned_as_its_command_runs(options, command, tokens):
+    found = inspection(llama_3_8b(), gpu="h100", gpus=8, repair=True, **options)
+    assert found["choices"][-1]["command"] == command
+    assert found["run"]["tokens"]["finetune"] == tokens
+    assert found["run"]["shown"] == ["align", "finetune"][: 1 + bool(options)]
+
+
+def test_a_teacher_is_a_second_copy_that_runs_once():
+    found = sizes(llama_3_8b())
+    alone, taught = (step(found, train="everything", distils=flag) for flag in (False, True))
+    memory = [step_memory(each) for each in (alone, taught)]
+    assert memory[1]["teacher"] == 2 * 8_030_261_248
+    assert "teacher" not in memory[0]
+    forward = 2 * (8_030_261_248 - 128_256 * 4_096) * 64 * 2_048  # and the scores of attention
+    more = sum(products(taught).values()) - sum(products(alone).values())
+    assert forward < more < 1.1 * forward
 
 
 @pytest.mark.parametrize("train", ["assignment", "everything"])
@@ -141,9 +167,7 @@ def test_a_step_that_does_not_fit_recomputes_then_takes_fewer_sequences(train):
 
     plain, again = needed(), needed(checkpointing=True)
     assert fitting(one, plain) == one
-    assert (
-        fitting(one, plain, beside=10**9) == fitting(one, again) == replace(one, checkpointing=True)
-    )
+    assert fitting(one, again) == replace(one, checkpointing=True)
     least = replace(one, checkpointing=True, micro_batch_size=1)
     for size in (4, 2, 1):
         changes = {"checkpointing": True, "micro_batch_size": size}

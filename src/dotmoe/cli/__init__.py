@@ -38,7 +38,7 @@ COMMANDS = {
     "inspect": Command(
         "Show what a conversion would give and cost: parameters, memory, time, disk, warnings.",
         common=(
-            *("gpu", "gpus", "train", "finetune-steps", "json", *_SPLIT, "expert-size"),
+            *("gpu", "gpus", "train", "finetune-recipe", "json", *_SPLIT, "expert-size"),
             *("steps", "repair", *_START, *_MACHINE),
         ),
         recipes="convert",

@@ -10,7 +10,6 @@ from tyro.conf import Positional
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
 from dotmoe.common.options import HOW, at_least
-from dotmoe.method.config import FinetuneConfig
 from dotmoe.models.config import LoadConfig
 from dotmoe.run.config import RunConfig
 
@@ -233,11 +232,11 @@ class InspectConfig(RunConfig):
     train: Literal["everything", "router", "lora"] = "everything"
     """What a finetuning of the result trains: all weights and the routers, only the routers, or
     low-rank adapters on experts and attention together with the routers."""
+    finetune_recipe: Literal[None, "default", "paper", "sft", "small"] = None
+    """Recipe of a finetuning of the result (steps, batches, teacher), to plan it for all machines.
+    Default: `default`, of which only the time is shown."""
     finetune_steps: Annotated[int, at_least(1)] | None = None
-    """Number of optimizer steps of a finetuning of the result, to plan it for all machines.
-    Default: the paper's number, of which only the time is shown."""
-    finetune_batch_size: Annotated[int, at_least(1)] = FinetuneConfig().batch_size
-    """Sequences per step of that finetuning."""
+    """Number of optimizer steps of that finetuning, if not its recipe's."""
     gpu: Literal[None, "a100", "h100", "h200", "b200", "l40s"] = None
     """GPU type to plan for. Default: this machine, and every known type."""
     gpus: Annotated[int, at_least(1)] | None = None

@@ -558,14 +558,13 @@ def _fitting(
             micro_batch_size=min(how.micro_batch_size, how.batch_size // num_ranks()),
             held=4 if dtype.itemsize == 4 else 2,
             train=train,  # type: ignore[arg-type]
+            distils=how.kl_weight > 0,  # as an alignment always does
             on_cpu=device.type == "cpu",
             checkpointing=how.activation_checkpointing,
             ranks=num_ranks(),
             sharded=sharded,
         )
-        has_teacher = train == "everything" and how.kl_weight > 0
-        teacher = has_teacher * step.held * sizes.counts.dense_total
-        chosen = fitting(step, memory_of(device), step.part(teacher) if sharded else teacher)
+        chosen = fitting(step, memory_of(device))
         if chosen != step:
             run.progress.log(
                 f"a step would not fit into memory, by estimate: activation_checkpointing is on, "

@@ -28,12 +28,12 @@ from dotmoe.measure.inspection.planner import (
 )
 from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
 from dotmoe.measure.inspection.stages import UNMEASURED, Stages
-from dotmoe.method.config import FinetuneConfig, RepairConfig
+from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity, splits_of
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
-from dotmoe.run.config import RunConfig
+from dotmoe.run.config import RunConfig, finetune_recipe
 
 CHOICES = {
     "": RepairConfig(),
@@ -58,6 +58,7 @@ def inspect_model(
     dense, sizes, form = _sized(config, options, stored)
     here, stages = here or _measured(device, options, stored), Stages.of(sizes, options)
     trainings = _trainings(sizes, options)
+    is_asked = options.finetune_recipe or options.finetune_steps
     machines: list[tuple[Accelerator, int, int]] = [] if options.gpu else [(here, 1, 1)]
     for name in [options.gpu] if options.gpu else ACCELERATORS:
         for gpus in [options.gpus] if options.gpus else (1, 8):
@@ -78,8 +79,9 @@ def inspect_model(
                 taken = choice.on(machine, gpus, nodes, align)
                 choices.append({"command": f"convert MODEL OUT {name}", "hours": taken["hours"]})
             if tuned := made.get("finetune"):
-                steps = trainings["finetune"][1] // trainings["finetune"][0].tokens
-                command = f"finetune OUT OUT2 --steps {steps}"
+                given = {"recipe": options.finetune_recipe, "steps": options.finetune_steps}
+                words = [f" --{name} {value}" for name, value in given.items() if value]
+                command = "finetune OUT OUT2" + "".join(words)
                 choices.append({"command": command, "hours": tuned["hours"]})
     written = {row["stage"]: row["disk"] for row in conversions[0]["stages"] if row["disk"]}
     there = {"dense checkpoint (unless it is there)": stored.itemsize * sizes.counts.dense_total}
@@ -93,7 +95,7 @@ def inspect_model(
         "granularity": asdict(sizes.split),
         "counts": asdict(sizes.counts),
         "run": {
-            "steps": {"align": options.align.steps, "finetune": options.finetune_steps or 0},
+            "shown": [task for task in trainings if task == "align" or is_asked],
             "tokens": {task: tokens for task, (_, tokens) in trainings.items()},
             "calibration_tokens": stages.calibration_tokens,
             "repair_tokens": stages.repair_tokens,
@@ -176,10 +178,16 @@ def _trainings(sizes: Sizes, options: RunConfig) -> dict[str, tuple[Step, int]]:
         step = Step(sizes=sizes, batch_size=align.batch_size, seq_len=length)
         trainings["align"] = step, align.steps * step.tokens
     if isinstance(options, InspectConfig) and not sizes.has_heads:
-        size, train = options.finetune_batch_size, options.train
-        step = Step(sizes=sizes, batch_size=size, seq_len=length, train=train)
-        steps = options.finetune_steps or FinetuneConfig().steps
-        trainings["finetune"] = step, steps * step.tokens
+        tuning = finetune_recipe(options.finetune_recipe or "default")
+        how, train = tuning.finetune, options.train
+        step = Step(
+            sizes=sizes,
+            batch_size=how.batch_size,
+            seq_len=min(tuning.data.seq_len, sizes.widths.context),
+            train=train,
+            distils=how.kl_weight > 0,
+        )
+        trainings["finetune"] = step, (options.finetune_steps or how.steps) * step.tokens
     return trainings
 
 

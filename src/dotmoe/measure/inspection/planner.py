@@ -151,18 +151,19 @@ def products(step: Step) -> dict[str, int]:
     """FLOP of the matrix products of one step on one GPU, by part.
 
     A backward costs one forward for the activations and, if all weights are trained, one more for
-    the weights. Attention counts the whole square. An alignment runs teacher and student.
+    the weights. Attention counts the whole square. A teacher runs all of the dense model.
     """
     sizes, counts, widths = step.sizes, step.sizes.counts, step.sizes.widths
     tokens, trains_all = step.part(step.batch_size) * step.seq_len, step.train == "everything"
-    ffn = counts.ffn_total if step.is_alignment else counts.ffn_active
-    linear = 2 * (counts.attention_and_norms + ffn + counts.routers)
+    dense = 2 * (counts.attention_and_norms + counts.ffn_total + counts.routers)
+    idle = 0 if step.is_alignment else 2 * (counts.ffn_total - counts.ffn_active)
+    linear = dense - idle
     scores = 4 * step.seq_len * sizes.queries * widths.layers
-    head = (2 + step.is_alignment + trains_all) * 2 * widths.vocabulary * widths.model
+    head = (2 + step.has_teacher + trains_all) * 2 * widths.vocabulary * widths.model
     again = step.checkpointing * (linear + scores)
     plan = 2 * sizes.affinities * step.is_alignment  # neurons' gradients are summed by expert
     return {
-        "forward": tokens * (1 + step.is_alignment) * (linear + scores),
+        "forward": tokens * (linear + scores + step.has_teacher * (dense + scores)),
         "head and loss": tokens * head,
         "backward": tokens * ((1 + trains_all) * linear + 2 * scores + again + plan),
     }
@@ -172,17 +173,18 @@ def bytes_moved(step: Step, passes: Efficiency) -> dict[str, int]:
     """Bytes that all but matrix products read and write in one step on one GPU, by part."""
     sizes, widths, tokens = step.sizes, step.sizes.widths, step.part(step.batch_size) * step.seq_len
     layer = passes.width * widths.model + passes.neurons * step.neurons
+    dense = passes.width * widths.model + passes.neurons * widths.ffn
     logits = passes.vocabulary * widths.vocabulary
     if step.is_alignment:
         optimizer = (ADAM_BYTES + ASSIGNMENT_BYTES) * step.own_affinities
         optimizer += ADAM_BYTES * sizes.counts.routers
     else:
         layer += ROUTED_PASSES * sizes.split.active_experts * widths.model
-        logits //= 2  # logits of one model, not two
+        logits //= 2 - step.distils  # logits of one model, not two
         optimizer = ADAM_BYTES * (step.part(step.trained) if step.sharded else step.trained)
-    forward = tokens * step.held * widths.layers * layer
+    forward, teacher = (tokens * step.held * widths.layers * each for each in (layer, dense))
     return {
-        "forward": (1 + step.is_alignment) * forward,
+        "forward": forward + step.has_teacher * teacher,
         "head and loss": tokens * step.held * logits,
         "backward": (2 + step.checkpointing) * forward,
         "assignment and optimizer" if step.is_alignment else "optimizer": optimizer,
@@ -205,14 +207,14 @@ def seconds(step: Step, machine: Accelerator) -> dict[str, float]:
 def traffic(step: Step) -> int:
     """Bytes that one GPU exchanges in a step: weights gathered, and gradients reduced.
 
-    For every micro-batch, sharded layers are gathered for teacher, student and backward, or (in
-    finetuning) for forward and backward. An alignment reduces the plan's gradient to the owner of
+    For every micro-batch, sharded layers are gathered for the teacher if there is one, for the
+    student and for the backward. An alignment reduces the plan's gradient to the owner of
     each layer. Finetuning sums gradients on every GPU; those of sharded weights only on their
     owner, but for every micro-batch.
     """
     sizes, times = step.sizes, -(-step.part(step.batch_size) // step.micro_batch_size)
     layers = step.held * sizes.widths.layers * sizes.layer_parameters
-    gathering = step.sharded * times * (2 + step.is_alignment) * layers
+    gathering = step.sharded * times * (2 + step.has_teacher) * layers
     if step.is_alignment:
         return gathering + FLOAT32 * sizes.affinities
     is_owned = step.sharded and step.train == "everything"
@@ -278,8 +280,8 @@ def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict
     }
 
 
-def fitting(step: Step, memory_bytes: int, beside: int = 0) -> Step:
-    """The step if it fits into a device with `beside` bytes in use, else as a change lets it fit.
+def fitting(step: Step, memory_bytes: int) -> Step:
+    """The step if it fits into a device, else as a change lets it fit.
 
     Tried are activation checkpointing, then smaller micro-batches with it; the last one is of one
     sequence, whether it fits or not.
@@ -288,8 +290,8 @@ def fitting(step: Step, memory_bytes: int, beside: int = 0) -> Step:
     while size:
         ways.append(replace(step, checkpointing=True, micro_batch_size=size))
         size //= 2
-    free = USABLE_SHARE * memory_bytes - beside
-    return next((way for way in ways if sum(step_memory(way).values()) <= free), ways[-1])
+    most = USABLE_SHARE * memory_bytes
+    return next((way for way in ways if sum(step_memory(way).values()) <= most), ways[-1])
 
 
 def most_at_once(step: Step, machine: Accelerator) -> int:

@@ -79,6 +79,8 @@ class Step:
     """Bytes of a dense weight in memory."""
     train: Literal["assignment", "everything", "router", "lora"] = "assignment"
     """`assignment`: an alignment, with a teacher, all experts running and dense weights frozen."""
+    distils: bool = False
+    """Whether it follows the dense model; an alignment always does."""
     on_cpu: bool = False
     checkpointing: bool = False
     """Keep only each layer's input, and compute the layer again in the backward."""
@@ -96,6 +98,11 @@ class Step:
     def is_alignment(self) -> bool:
         """Whether the step learns assignment and routers, from a teacher."""
         return self.train == "assignment"
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the dense model runs on the same tokens."""
+        return self.is_alignment or self.distils
 
     @property
     def neurons(self) -> int:
@@ -161,6 +168,9 @@ def step_memory(step: Step) -> Items:
         is_divided = step.sharded and step.train == "everything"
         own = step.part(step.trained) if is_divided else step.trained
         trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
+        if step.distils and step.train == "everything":  # else the student itself teaches
+            total = counts.dense_total
+            trained["teacher"] = step.held * (step.part(total) if step.sharded else total)
         if step.train == "everything":
             trained["gradient of the head"] = FLOAT32 * sizes.widths.vocabulary * width
         trains_experts = step.train in ("everything", "lora")  # else their inputs are not kept
@@ -174,14 +184,14 @@ def step_memory(step: Step) -> Items:
         **trained,
         "activations kept for the backward": kept,
         "buffers of one layer, or one chunk of logits": max(step.held * working * tokens, chunk),
-        "hidden states": (3 if step.is_alignment else 2) * stream,
+        "hidden states": (2 + step.has_teacher) * stream,
     }
     if step.train == "everything" and step.held < FLOAT32:
         # At the end of the backward FSDP sums the gradients of embedding and head in float32.
         ends = counts.input_embedding + counts.output_head
         last = {
             "dense weights": step.held * ends,
-            "trained weights in float32, gradients, Adam": 4 * FLOAT32 * own,
+            **{name: trained[name] for name in trained if name != "gradient of the head"},
             "gradients of embedding and head": (step.held + FLOAT32) * ends
             + FLOAT32 * (step.part(ends) if step.sharded else ends),
         }

@@ -16,7 +16,7 @@ def render(record: Values) -> RenderableType:
     else:
         tables += [_stages(record, first), _conversions(others)]
     tables += [_choices(record)] if record["choices"] else []
-    for task in [task for task, steps in record["run"]["steps"].items() if steps]:
+    for task in record["run"]["shown"]:
         tables.append(_plans(record["run"], [p for p in record["plans"] if p["task"] == task]))
     rows = [["warning:", warning] for warning in record["warnings"]]
     rows += [["serving:", limit] for limit in record["limits"]]
