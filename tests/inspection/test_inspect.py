@@ -117,21 +117,6 @@ def test_what_cannot_be_inspected_is_refused_in_one_line(options, why):
         inspection(llama_3_8b(), **options)
 
 
-def test_the_command_prints_json_or_tables(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    command = ["inspect", str(tmp_path), "--device", "cpu", "--shared", "0", "--active"]
-    assert run([*command, "0.5", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["model"] == str(tmp_path)
-    assert record["granularity"]["active_experts"] == 56
-    assert record["counts"]["dense_total"] == 8_030_261_248
-    assert record["here"]["name"] == "this CPU"
-    assert (record["stored_dtype"], record["written_dtype"]) == ("bfloat16", "bfloat16")
-    assert run([*command, "0.25"]) == 0
-    text = capsys.readouterr().out
-    assert all(count in text for count in EXACT)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_stored_dtype_is_read_from_the_weights_not_from_the_config(
