@@ -9,7 +9,6 @@ steps, of as many tokens, on the same text. Writes OUT/lte.json: perplexity unde
 after each stage, and the active share with its spread.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Annotated, Any
 import torch
 import tyro
 from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from tyro.conf import Positional
 
 from dotmoe.common.files import write_json
@@ -52,21 +53,11 @@ class Settings:
     seed: int = 0
 
 
-class Annealed(torch.optim.AdamW):
-    """AdamW with cosine decay of the learning rates over its steps."""
-
-    def __init__(self, groups: list[dict[str, Any]], steps: int) -> None:
-        super().__init__(groups, weight_decay=1e-4)
-        self.done, self.steps = 0, steps
-        self.peaks = [group["lr"] for group in self.param_groups]
-
-    def step(self, closure: Any = None) -> Any:
-        """Take a step at the learning rate of the schedule."""
-        factor = 0.5 * (1 + math.cos(math.pi * self.done / self.steps))
-        for group, peak in zip(self.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * factor
-        self.done += 1
-        return super().step(closure)
+def annealed(groups: list[dict[str, Any]], steps: int) -> tuple[AdamW, CosineAnnealingLR]:
+    """AdamW, and the cosine decay over these steps of its learning rates, the groups' at first."""
+    # AdamW writes its learning rates into the dicts it is given: copies, or stage 2 starts at zero.
+    optimizer = AdamW([dict(group) for group in groups], weight_decay=1e-4)
+    return optimizer, CosineAnnealingLR(optimizer, steps)
 
 
 def measured(dense: DenseModel, found: FinishedRun, routers: list[Tensor]) -> dict[str, Any]:
@@ -100,20 +91,22 @@ def main() -> None:
         {"params": [r.requires_grad_() for r in routers], "lr": settings.lr_router},
     ]
     share = layout.active_experts / layout.num_experts
-    stage = Annealed(trained, settings.soft_steps)
+    stage, decay = annealed(trained, settings.soft_steps)
     soft = batches(0, settings.soft_steps)
     for step, figures in enumerate(soft_stage(dense, soft, experts, routers, share, stage)):
+        decay.step()
         if step % 30 == 0:
             print(f"soft {step}: {figures}", flush=True)
     results = {"soft": measured(dense, found, routers)}
     print(results["soft"]["loss"], results["soft"]["active"], flush=True)
     made = Baseline(layout=layout, own={"router": torch.stack(routers).detach()})
-    stage = Annealed(trained[:1], settings.hard_steps)
+    stage, decay = annealed(trained[:1], settings.hard_steps)
     for step, tokens_BT in enumerate(batches(settings.soft_steps, settings.hard_steps)):
         with routed_by_own("lte", dense, made):
             loss = next_token_loss(dense, tokens_BT)
             torch.autograd.backward(loss)
         stepped(stage)
+        decay.step()
         if step % 30 == 0:
             print(f"hard {step}: {loss.item():.3f}", flush=True)
     results["hard"] = measured(dense, found, routers)
