@@ -119,7 +119,7 @@ results: $(STAMP)  ## Measure the quickstart again, and put it into the README
 
 splits: $(STAMP)  ## Six ways to split with three seeds, an hour or more, into the README (WIKI=FILE)
 	$(BIN)/dotmoe compare embedded splits-run --recipe quickstart --eval-tokens 16384 \
-		--methods random_split by_energy llama_moe_v2 co_activation cmoe dot_moe \
+		--methods random_split static_pruning llama_moe_v2 co_activation cmoe dot_moe \
 		--seeds 0 1 2 --repair --repair-epochs 0 --finetune-steps 100 --finetune-recipe small \
 		$(if $(WIKI),--other-text $(WIKI))
 	cp splits-run/compare.json results/splits.json

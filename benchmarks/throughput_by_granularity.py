@@ -112,7 +112,7 @@ def measured_at(
         moe=moe,
         batch_sizes=settings.batch_sizes or preset.batch_sizes,
         prompt_tokens=settings.prompt_tokens,
-        context_tokens=settings.context_tokens,
+        context_tokens=(settings.context_tokens,),
         decode_steps=settings.decode_steps,
         rounds=settings.rounds,
         threads=settings.threads,

@@ -164,10 +164,11 @@ def main() -> int:
 METHODS = {
     "random_split": "random",
     "by_energy": "by energy, own router: nearly static",
+    "static_pruning": "static pruning",
     "llama_moe_v2": "LLaMA-MoE v2",
     "co_activation": "co-activation (MoEfication)",
     "cmoe": "CMoE",
-    "dot_moe": "DOT-MoE's start",
+    "dotmoe": "dotmoe's start",
 }
 
 
@@ -188,7 +189,7 @@ def compared(rows: Iterable[Any]) -> list[Any]:
     """Rows of a comparison, seeds merged, least loss first; each with the `dense` row, its
     `spread` over seeds, its loss on the `other` text above the dense one, and its tasks' `score`.
     """
-    dense, *rest = (Record(row) for row in compare.over_seeds(rows))
+    dense, *rest = (Record(row) for row in compare.over_seeds(map(renamed, rows)))
     for row in rest:
         row["dense"], row["spread"] = dense, compare.spread(row) or Nothing()
         row["other"] = row.other_loss - dense.other_loss
@@ -214,7 +215,13 @@ def score(tasks: Any) -> str | Nothing:
 
 def comparison(record: Any) -> str:
     """All columns of a comparison, as `dotmoe compare` prints them."""
-    return to_markdown(compare.table(json.loads(json.dumps(record))))
+    summary = json.loads(json.dumps(record))
+    return to_markdown(compare.table(summary | {"rows": [*map(renamed, summary["rows"])]}))
+
+
+def renamed(row: Any) -> Any:
+    """A row of an older comparison under the name that it would have now."""
+    return row | {"value": {"dot_moe": "dotmoe"}.get(row["value"], row["value"])}
 
 
 def quickstart(record: Any) -> str:

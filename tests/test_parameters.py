@@ -3,8 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from dotmoe.common.errors import UserError
-from dotmoe.export.parameters import ParameterCounts, count_parameters, nearest_active_experts
+from dotmoe.export.parameters import ParameterCounts, count_parameters
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.granularity import resolve, splits_of
 from dotmoe.models.family import family_of, meta_model
@@ -42,26 +41,6 @@ def counts(config, **settings):
 def test_active_parameters_are_the_papers_to_the_digit(config, settings, total, active):
     counted = counts(config, **settings)
     assert (counted.dense_total, counted.active) == (total, active)
-
-
-@pytest.mark.parametrize(
-    ("config", "settings"),
-    [
-        (LLAMA_2_7B, {"expert_size": 64}),
-        (QWEN_2_5_HALF_B, {"expert_size": 128, "first_dense_layers": 3}),
-    ],
-)
-@pytest.mark.parametrize("share", [0.52, 0.5183, 0.7, 0.99, 1.0])
-def test_a_share_of_the_parameters_gives_the_k_nearest_to_it(config, settings, share):
-    split = resolve(ExpertsConfig(**settings), config.intermediate_size)
-    layers = config.num_hidden_layers - split.first_dense_layers
-    expert = 3 * config.hidden_size * split.expert_size * layers
-    total = counts(config).dense_total
-    at_work = {k: total - expert * (split.num_experts - k) for k in range(1, 1 + split.num_experts)}
-    nearest = min(at_work, key=lambda k: abs(at_work[k] - share * total))
-    assert nearest_active_experts(share, config, family_of(config), split) == nearest
-    with pytest.raises(UserError, match=r"active_params is 0\.3, but 0\..* Choose at least"):
-        nearest_active_experts(0.3, config, family_of(config), split)
 
 
 def test_every_count_by_hand_for_llama_3():

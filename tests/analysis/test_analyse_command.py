@@ -154,7 +154,7 @@ def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monke
     (folder / "2_align" / "metrics.jsonl").unlink()
     found = analyse(AnalyseConfig(run=str(folder), tokens=128))
     assert list(found) == ["expert_utilisation", "layer_sensitivity"]
-    for name, word in (("routing_overlap", "\\.\\[analysis\\]"), ("overhead_profile", "steps")):
+    for name, word in (("expert_outputs_tsne", "\\.\\[analysis\\]"), ("overhead_profile", "steps")):
         with pytest.raises(UserError, match=word):
             analysed(folder, name)
     assert "is no run" in command("analyse", folder.parent).refusal()

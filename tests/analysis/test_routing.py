@@ -1,6 +1,4 @@
-"""Routing of the masked model, its load and its overlap. Oracles: the dense model with a mask, in
-NumPy; routing that is alike or independent by making.
-"""
+"""Routing of the masked model and its load. Oracle: the dense model with a mask, in NumPy."""
 
 import math
 from dataclasses import replace
@@ -14,8 +12,6 @@ import torch.nn.functional as F
 from dotmoe.measure.analyse import run
 from dotmoe.measure.analyse.experts import (
     load_statistics,
-    matched_overlap,
-    overlap,
     sampled_outputs,
     utilisation,
     warnings_of,
@@ -134,40 +130,3 @@ def test_each_rule_warns_by_itself(share, words):
     for word, line in zip(words, said, strict=True):
         assert line.startswith("layer 5: ")
         assert word in line
-
-
-def random_choice(seed, tokens=T, loads=(1.0,) * E):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.multinomial(torch.tensor(loads).expand(tokens, E), K, generator=generator)
-
-
-def test_overlap_is_one_for_other_names_a_half_for_half_the_tokens_and_none_by_chance():
-    a, b, uneven = random_choice(0), random_choice(1), (6.0, 4, 3, 2, *[1.0] * (E - 4))
-    renamed = torch.randperm(E, generator=torch.Generator().manual_seed(1))[a]
-    assert matched_overlap(a, renamed, E) == pytest.approx(1.0)
-    half = torch.where((torch.arange(T) % 2 == 0)[:, None], a, b)
-    assert matched_overlap(a, half, E) == pytest.approx(0.5, abs=0.03)
-    for other in (b, random_choice(2, loads=uneven)):
-        assert matched_overlap(a, other, E) == pytest.approx(0.0, abs=0.03)
-        assert matched_overlap(a, other, E) == pytest.approx(matched_overlap(other, a, E))
-    everything = torch.arange(E).repeat(T, 1)
-    assert matched_overlap(everything, everything.flip(1), E) == 1.0
-
-
-def test_few_tokens_do_not_look_alike_by_the_pairing():
-    """Pairs that were found on the very tokens they are measured on would share 0.25 here."""
-    pairs = [(random_choice(2 * n, 60), random_choice(2 * n + 1, 60)) for n in range(40)]
-    mean = sum(matched_overlap(a, b, E) for a, b in pairs) / len(pairs)
-    assert mean == pytest.approx(0.0, abs=0.03)
-
-
-def test_the_table_of_overlaps_is_symmetric_and_names_its_layers():
-    a, b = random_choice(0), random_choice(1)
-    routes, layout = torch.stack([a, b, a.flip(1)]), SimpleNamespace(num_experts=E, target="ffn")
-    found, (said,) = overlap(
-        SimpleNamespace(layers=(1, 2, 3), routes={"ffn": routes}, layout=layout)
-    )
-    assert found["layers"] == [1, 2, 3]
-    expected = [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
-    np.testing.assert_allclose(found["similarity_LL"], expected, atol=0.03)
-    assert said.endswith("most 1.000 (layers 1 and 3)")

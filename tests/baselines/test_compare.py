@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError, VerificationError
-from dotmoe.measure.report.plots import is_installed
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.pipeline import convert
@@ -114,12 +113,12 @@ def test_a_comparison_measures_all_on_the_same_text_and_goes_on(rows_of, out, mo
     (dense, *names), rows = (row["run"] for row in made), {row["run"]: row for row in made}
     assert (dense, rows[dense]["loss_above_dense"]) == ("dense", 0)
     assert names == [
-        *("dot_moe-untrained", "dot_moe-router", "dot_moe-trained"),
+        *("dot_moe-untrained", "dot_moe-router", "dot_moe-trained", "dot_moe-paper"),
         *("random_split-own", "random_split-ridge", "random_split-trained"),
     ]
     table, steps = (out / "compare.md").read_text(), 2 * OPTIONS["batch_size"] * 256
     read = [rows[name]["text_tokens"] for name in names]
-    assert read == [0, steps, steps, 256, 256, 256 + steps]
+    assert read == [0, steps, steps, steps, 256, 256, 256 + steps]
     for name in names:
         row, measured = rows[name], results_in(out / name)["moe"]
         assert row["perplexity"] == measured["perplexity"]
@@ -166,7 +165,6 @@ def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense,
     ridge = [row["other_loss"] for row in rows if "random_split-ridge" in row["run"]]
     assert f"| {math.exp(sum(ridge) / 2):.2f} |" in (out / "compare.md").read_text()
     assert f"Other text, perplexity: {other}." in (out / "compare.md").read_text()
-    assert (out / "compare.svg").exists() == is_installed()
     assert "no.txt" in compare(*methods, to=out / "no", other_text="no.txt").refusal()
 
 
@@ -224,23 +222,30 @@ def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
         baseline=BaselineConfig(router_steps=7), experts=ExpertsConfig(shared=0.1), methods=("all",)
     )
     assert len({point.name for point in points}) == len(points)
-    assert {point.value for point in points} == {"dot_moe", *METHODS, *PRUNING}
+    names = {"dotmoe", "DOT-MoE (paper)", *METHODS, *PRUNING}
+    assert {point.value for point in points} == names
     converted = [point for point in points if not isinstance(point.config, PruneRunConfig)]
     trained = {point.value for point in converted if point.config.baseline.router_steps}
     assert trained == set(METHODS) - {"lte", "static_pruning"}
     for method in ("lte", "static_pruning"):
         assert [p.name for p in points if p.value == method] == [f"{method}-own"]
-    steps = [point.config.align.steps for point in points if point.value == "dot_moe"]
-    assert steps == [0, 7, 7]
+    steps = [(point.value, point.config.align.steps) for point in points[:4]]
+    assert steps == [("dotmoe", 0), ("dotmoe", 7), ("dotmoe", 7), ("DOT-MoE (paper)", 7)]
+    paper = points[3].config
+    assert (paper.calibrate.start, paper.assignment.solver) == ("random", "sinkhorn")
     having = {point.value for point in converted if point.config.experts.shared}
-    assert having == {"dot_moe", "static_pruning", "cmoe", "llama_moe_v2_residual"}
+    assert having == {
+        "dotmoe",
+        "DOT-MoE (paper)",
+        "static_pruning",
+        "cmoe",
+        "llama_moe_v2_residual",
+    }
 
 
-def test_a_comparison_without_a_text_of_its_own_or_steps_for_what_is_trained_is_refused():
+def test_a_comparison_without_a_text_of_its_own_or_methods_is_refused():
     with pytest.raises(UserError, match=r"eval_text names no text.*--eval-text"):
         made(eval_text=())
-    with pytest.raises(UserError, match=r"trained_only is set, but router_steps is 0.*cmoe"):
-        made(trained_only=True)
     with pytest.raises(UserError, match="methods names none"):
         made(methods=())
 
@@ -294,38 +299,20 @@ def test_a_run_that_fails_says_why_and_the_others_are_made(error, why, compare, 
 
     monkeypatch.setattr("dotmoe.pipeline.compare.convert", convert_or_fail)
     monkeypatch.setattr("dotmoe.pipeline.compare.finetune", fail)
-    said = compare("by_energy", finetune_steps=1)
+    said = compare("contiguous_split", finetune_steps=1)
     assert said.status == 2
-    assert "2 runs failed: by_energy-own, by_energy-ridge-finetuned." in said.err
-    assert [row["run"] for row in summary_in(out)["rows"]] == ["dense", "by_energy-ridge"]
+    assert "2 runs failed: contiguous_split-own, contiguous_split-ridge-finetuned." in said.err
+    assert [row["run"] for row in summary_in(out)["rows"]] == ["dense", "contiguous_split-ridge"]
     assert summary_in(out)["left_out"] == {
-        "by_energy-own": why,
-        "by_energy-ridge-finetuned": "layer 3 computes otherwise.",
+        "contiguous_split-own": why,
+        "contiguous_split-ridge-finetuned": "layer 3 computes otherwise.",
     }
     for text in ((out / "compare.md").read_text(), said.out):
-        assert f"by_energy-own failed: {why.rstrip('.')}." in " ".join(text.split())
+        assert f"contiguous_split-own failed: {why.rstrip('.')}." in " ".join(text.split())
     if isinstance(error, UserError):
         failing.add("ridge")
-        said = compare("by_energy", to=out / "none")
+        said = compare("contiguous_split", to=out / "none")
         assert (said.status, why in said.err) == (error.exit_code, True)
-
-
-def test_a_share_of_the_parameters_is_the_budget_of_all_rows(compare, rows_of, tiny_dense, out):
-    said = compare("shortgpt", active_params=0.75).refusal()
-    assert "active_params is 0.75 and active_experts is 4: two budgets" in said
-    assert not out.exists()
-    assert "--active-experts None unsets" in said
-    budget = {"active_params": 0.75, "active_experts": None}
-    dense, own, _, shortgpt = rows_of("contiguous_split", "shortgpt", **budget)
-    stock = AutoModelForCausalLM.from_pretrained(tiny_dense("llama"))
-    total, experts, layers = stock.num_parameters(), 12, len(stock.model.layers)
-    expert = 3 * stock.config.hidden_size * 8 * layers
-    at_work = [total - expert * (experts - k) for k in range(1, experts + 1)]
-    assert dense["parameters"] == total
-    assert own["parameters"] == min(at_work, key=lambda active: abs(active - 0.75 * total))
-    assert own["over_budget"] == 0
-    assert shortgpt["over_budget"] == shortgpt["parameters"] / own["parameters"] - 1
-    assert summary_in(out)["active_params"] == 0.75
 
 
 def test_every_method_is_frozen_repaired_and_finetuned_alike(rows_of, tiny_dense, out):

@@ -243,19 +243,6 @@ def test_planted_clusters_are_found_from_any_seed(monkeypatch):
 # --- splits without data
 
 
-def test_by_energy_ranks_neurons_by_what_they_contribute_and_runs_the_first_experts(
-    dense, inputs_of
-):
-    layers = dense.model.model.layers
-    for layer, made in zip(layers, splits("by_energy", inputs_of("by_energy")), strict=True):
-        x, sizes = made.layer.x_TD, layer.mlp.down_proj.weight.norm(dim=0)
-        energy = (hidden_of(layer.mlp, x) * sizes).square().mean(dim=0)
-        order = energy.argsort(descending=True)
-        assert made.expert_of_neuron_N[order].tolist() == [n // S for n in range(E * S)]
-        runs = (made.router_ED @ x.mean(dim=0)).argsort(descending=True)
-        assert runs.tolist() == list(range(E))
-
-
 @pytest.mark.parametrize("shared", [0, 1])
 def test_static_pruning_keeps_the_neurons_that_contribute_most_and_drops_the_others(
     shared, dense, inputs_of

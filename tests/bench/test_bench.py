@@ -20,6 +20,7 @@ from dotmoe.measure.bench import (
     LlamaRunner,
     TransformersRunner,
     bench,
+    break_even,
     expected_experts,
     forget_peak,
     peak_bytes,
@@ -29,7 +30,7 @@ from dotmoe.measure.bench import (
 from dotmoe.measure.config import BenchConfig
 from runs import weights_of
 
-SMALL = {"batch_sizes": (1, 3), "prompt_tokens": 9, "context_tokens": 5, "decode_steps": 2}
+SMALL = {"batch_sizes": (1, 3), "prompt_tokens": 9, "context_tokens": (5,), "decode_steps": 2}
 SMALL |= {"rounds": 2, "threads": 1}
 
 
@@ -100,6 +101,25 @@ def test_checkpoints_and_gguf_files_are_measured(runtime, pair, request):
     assert "3 of 12 experts" in printed
 
 
+def test_break_even_is_told_of_given_rates():
+    """By hand: 1.44 at batch 4, its inverse at 16: even in the middle of their logarithms, 8."""
+    speeds = {("prefill", 512): [(1, 0.9)], ("decode", 128): [(1, 2.0), (4, 1.44), (16, 1 / 1.44)]}
+    speeds["decode", 2048] = [(1, 1.01)]
+    spread = {1.01: 0.05}
+    points = [
+        {"point": {"name": name, "tokens": tokens, "batch": batch}, "speed_ratio": ratio}
+        | {"speed_ratio_quartiles": [ratio - spread.get(ratio, 0.01), ratio + 0.01]}
+        for (name, tokens), rows in speeds.items()
+        for batch, ratio in reversed(rows)
+    ]
+    assert break_even(points) == [
+        "prefill, 512 tokens: the MoE is slower at batch 1",
+        "decode, 128 tokens: the MoE is faster at batch 1, 4; slower at batch 16; even at about 8, "
+        "interpolated",
+        "decode, 2,048 tokens: the MoE is inconclusive at batch 1",
+    ]
+
+
 def runner_of(folder, clock="wall"):
     return TransformersRunner(str(folder), "float32", "cpu", 1, clock, 3)
 
@@ -134,7 +154,7 @@ def test_without_llama_cpp_the_remedy_is_told(monkeypatch):
 
 SLOW = (  # told by the models' own processes
     ("dense glm4_moe", {"prompt_tokens": 257}, "257, but must lie in 0 to 256"),
-    ("dense glm4_moe", {"context_tokens": 255}, r"tokens \+ decode_steps is 257"),
+    ("dense glm4_moe", {"context_tokens": (4, 255)}, r"tokens \+ decode_steps is 257"),
     ("run dense", {}, r"run has 12 experts per layer .* 0 and .* Give a dense model"),
     ("dense nowhere", {}, r"nowhere does not exist"),
     ("dense dense", {}, r"is a dense model, and so is .*: there is no MoE"),

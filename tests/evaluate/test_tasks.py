@@ -1,5 +1,6 @@
 """Tasks through `dotmoe evaluate --tasks`, beside the harness itself on the same rows."""
 
+import itertools
 import json
 import math
 import re
@@ -7,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from dotmoe.common.errors import UserError
 from dotmoe.measure.config import EvaluateConfig
+from dotmoe.measure.evaluate import programs
 from dotmoe.measure.evaluate.harness import chance_of, harness_model, require_harness, run_tasks
 from dotmoe.measure.evaluate.tasks import (
     PAPER,
@@ -19,10 +22,12 @@ from dotmoe.measure.evaluate.tasks import (
     TASKS,
     differ,
     is_share,
+    kept,
     local_files,
     mark_main,
     mean_of,
     of_model,
+    shown_change,
     with_error,
 )
 from dotmoe.models.config import LoadConfig
@@ -402,3 +407,116 @@ def test_the_first_file_that_exists_is_taken_and_stand_ins_are_told(tmp_path):
     put(tmp_path, "hellaswag/train.jsonl", "sciq/test.jsonl")
     assert found("hellaswag", 10)[1] == []
     assert found("sciq", 0) == ({"test": "test.jsonl"}, [])
+
+
+PROBLEMS = {
+    "double": ("def double(x):\n", "    return 2 * x\n", "assert candidate(4) == 8"),
+    "first": ("def first(row):\n", "    return row[1]\n", "assert candidate([7, 8]) == 7"),
+    "up": ("def up(text):\n", "    return text.upper()\n", "assert candidate('a') == 'A'"),
+}
+"""Start of a function, its end as a model writes it, and a test; the second end is wrong."""
+
+
+def test_programs_and_sums_that_a_model_writes_are_scored_by_the_harness(
+    tiny_dense, tmp_path, command, monkeypatch
+):
+    """Oracle: how many answers are right, counted by hand, and the harness's own regular
+    expressions."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    made = [
+        {"task_id": name, "prompt": start, "entry_point": name}
+        | {"test": f"def check(candidate):\n    {test}\n", "canonical_solution": end}
+        for name, (start, end, test) in PROBLEMS.items()
+    ]
+    sums = [{"question": f"{i} and {i}?", "answer": f"It is\n#### {2 * i}"} for i in range(9)]
+    put(tmp_path / "data", "humaneval/test.jsonl", rows=made)
+    put(tmp_path / "data", "gsm8k/test.jsonl", rows=sums[:4])
+    put(tmp_path / "data", "gsm8k/train_fewshot_64.jsonl", rows=sums[4:])
+    asked = []
+
+    def answers(self, requests, disable_tqdm=False):
+        for request in requests:
+            asked.append(prompt := request.args[0])
+            ends = (end for start, end, _ in PROBLEMS.values() if start in prompt)
+            last = re.findall(r"(\d) and \d\?", prompt)[-1:]
+            yield next(ends, None) or f"So 3 and 1 make\n#### {2 * int(last[0]) % 6}"
+
+    monkeypatch.setattr(
+        huggingface.HFLM, "generate_until", lambda *args, **named: [*answers(*args, **named)]
+    )
+    model = tiny_dense("llama", max_position_embeddings=2048)
+    names = ["humaneval", "humaneval_instruct", "gsm8k"]
+    options = {"task_data": tmp_path / "data", "device": "cpu", "out": tmp_path / "out", "json": []}
+    found = json.loads(command("evaluate", model, tasks=names, **options).out)["model"]
+    main = {
+        name: next(row for row in task["scores"] if row["is_main"])
+        for name, task in found["tasks"].items()
+    }
+    value = {name: (row["value"], row["per_question"], row["shots"]) for name, row in main.items()}
+    assert value == {
+        "humaneval": (pytest.approx(2 / 3), [1, 0, 1], 0),
+        "humaneval_instruct": (pytest.approx(2 / 3), [1, 0, 1], 0),
+        "gsm8k": (0.75, [1, 1, 1, 0], 5),
+    }
+    assert found["averages"]["tasks"]["value"] == pytest.approx((2 / 3 + 2 / 3 + 0.75) / 3)
+    assert "64 rows" in found["tasks"]["gsm8k"]["notes"][0]
+    assert [len(re.findall("Question:", each)) for each in asked if "Question" in each] == [6] * 4
+    short = tiny_dense("llama")  # context 256, and an answer may have as many tokens
+    monkeypatch.undo()
+    said = command("evaluate", short, tasks="gsm8k", **options | {"out": tmp_path / "other"})
+    assert (said.status, "Choose another task, or a longer context" in said.err) == (2, True)
+
+
+HARMFUL = {
+    "time": "while True: pass",
+    "memory": "rows = [0] * 10**9",
+    "a file": "open('made', 'w')",
+    "a removed file": "import os\nos.remove('/tmp/none')",
+    "network": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
+    "a process": "import os\nos.fork()",
+    "native code": "import ctypes\nctypes.CDLL(None)",
+    "an early end": "import sys\nsys.exit(0)",
+    "not Python": "def f(:",
+}
+
+
+@pytest.mark.parametrize("program", HARMFUL.values(), ids=HARMFUL)
+def test_a_program_stays_within_limits(program, monkeypatch):
+    monkeypatch.setitem(programs._MOST, "CPU", 1)
+    assert programs.passes("import math, random\nassert math.comb(5, 2) == 10")
+    inside = f"try:\n    {program.replace(chr(10), chr(10) + '    ')}\nexcept BaseException: raise"
+    assert not programs.passes(inside if program != "def f(:" else program)
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
+    right, wrong = "x = 1", "x = 2"
+    tests, answers = ["assert x == 1"] * 2, [[right, wrong, wrong, right], [wrong] * 4]
+    draws = list(itertools.combinations(answers[0], 2))
+    expected = sum(right in draw for draw in draws) / len(draws) / 2
+    found, _ = programs.CodeEval().compute(tests, answers, k=[1, 2])
+    assert found == {"pass@1": pytest.approx(0.25), "pass@2": pytest.approx(expected)}
+
+
+def test_a_difference_of_two_models_is_over_pairs_of_answers():
+    """Oracle: SciPy's standard error of the differences, which is less than for two samples."""
+    sem = pytest.importorskip("scipy.stats").sem
+    ours, theirs = [1] * 9 + [0] * 3, [1] * 5 + [0] * 7
+    made = [{"value": fmean(each), "stderr": float(sem(each))} for each in (ours, theirs)]
+    paired = [row | {"per_question": each} for row, each in zip(made, (ours, theirs), strict=True)]
+    error = 100 * sem([a - b for a, b in zip(ours, theirs, strict=True)])
+    assert (differ(*paired), differ(*made)) == (True, False)
+    assert shown_change(*(row | {"metric": "acc"} for row in paired)) == f"+33.3 ± {error:.2g} *"
+
+
+def test_what_is_kept_of_an_average_is_said_of_all_and_above_guessing():
+    """Of the paper's 76.6, 69.4: 90.6 %; above guessing at 40 %, 80.3 %."""
+    ours, dense = ({"value": value, "stderr": 0.01, "chance": 0.4} for value in (0.694, 0.766))
+    shares = kept(ours, dense)
+    assert shares["of_all"][0] == pytest.approx(0.906, abs=5e-4)
+    assert shares["above_guessing"][0] == pytest.approx(0.294 / 0.366)
+    spread = [kept(ours | {"value": 0.694 + step}, dense)["of_all"][0] for step in (-1e-6, 1e-6)]
+    others = [kept(ours, dense | {"value": 0.766 + step})["of_all"][0] for step in (-1e-6, 1e-6)]
+    slopes = [(each[1] - each[0]) / 2e-6 for each in (spread, others)]
+    assert shares["of_all"][1] == pytest.approx(0.01 * math.hypot(*slopes), rel=1e-4)
+    assert kept(ours | {"chance": None}, dense)["above_guessing"] is None

@@ -92,8 +92,6 @@ REFUSED = {
     "convert embedded OUT --data TEXT --targets attention --heads-per-expert 4": "divide the 6",
     "convert embedded OUT --data TEXT --targets both --format glm4_moe": "can hold it: dotmoe",
     "convert embedded OUT --data TEXT --targets both --method cmoe": "cmoe splits only FFNs",
-    "compare embedded OUT --eval-text TEXT --targets both --over-active 0.5": "only ffn",
-    "compare embedded OUT --eval-text TEXT --targets both --active-params 0.9": "neurons only",
     "compare embedded OUT --eval-text TEXT --targets both --finetune-steps 2": "neurons only",
 }
 
@@ -111,16 +109,17 @@ def test_a_random_split_of_heads_is_a_row_beside_dot_moe(tiny_dense, text_file, 
     options = {"data": text_file, **TINY_CONVERT, "targets": "attention", "eval_text": text_file}
     options |= {"methods": ["dot_moe", "random_split"], "router_steps": 2, "repair": []}
     del options["steps"]
-    made = command("compare", tiny_dense("qwen2"), tmp_path / "c", "--trained-only", **options)
+    made = command("compare", tiny_dense("qwen2"), tmp_path / "c", **options)
     assert made.status == 0, made.err
     rows = json.loads((tmp_path / "c/compare.json").read_text())["rows"][1:]
     kinds = {(row["value"], row["trained"], row["weights"]) for row in rows}
     assert ("random_split", "router", "frozen") in kinds
-    assert ("dot_moe", "router and experts", "repaired") in kinds
+    assert ("dotmoe", "router and experts", "repaired") in kinds
+    assert ("DOT-MoE (paper)", "router and experts", "frozen") in kinds
     assert {(row["target"], row["num_experts"], row["active_experts"]) for row in rows} == {
         ("attention", 2, 1)
     }
-    assert {row["router"] for row in rows} == {"ridge"}
+    assert {row["router"] for row in rows} == {"ridge", "own", "random"}
 
 
 def test_inspect_says_which_servers_cannot_run_it(command):

@@ -161,7 +161,7 @@ def test_the_readmes_commands_run_in_their_order(tiny_dense, tmp_path, monkeypat
         "finetune": TINY_FINETUNE,
         "evaluate": {"max_tokens": 256},
         "analyse": {"tokens": 256, "only": ["expert_utilisation"]},
-        "bench": {"rounds": 2, "batch_sizes": 1, "prompt_tokens": 8, "context_tokens": 8},
+        "bench": {"rounds": 2, "batch_sizes": 1, "prompt_tokens": 8, "context_tokens": [8]},
     }
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     ran = []

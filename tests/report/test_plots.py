@@ -4,9 +4,7 @@ import pytest
 
 from dotmoe.cli import run
 from dotmoe.measure.report import RunResults
-from dotmoe.measure.report.plots import PLOTS, WIDTH, as_svg, draw_all, draw_comparison
-from dotmoe.rivals.baselines import METHODS
-from dotmoe.rivals.pruning import PRUNING
+from dotmoe.measure.report.plots import PLOTS, WIDTH, draw_all
 
 pytest.importorskip("matplotlib")
 
@@ -35,25 +33,6 @@ def test_no_text_leaves_its_picture_and_axes_fill_it(figures):
         assert all(each.get_xlabel() for each in figure.axes[-1:] if each.get_label() == "")
         for text in figure.findobj(lambda artist: hasattr(artist, "get_fontsize")):
             assert text.get_fontsize() / 72 / WIDTH * PHONE_PX >= 7, name
-
-
-def test_a_comparison_keeps_its_room_beside_all_methods():
-    """With the most methods there are, all at one budget, and a perplexity beyond all others."""
-    names = ["dense", "dot_moe", *METHODS, *PRUNING]
-    rows = [
-        {"value": name, "parameters": 9e7 + 4e7 * (name == "dense"), "perplexity": 20.0 + at**3}
-        for at, name in enumerate(names)
-    ]
-    rows[-1]["perplexity"] = 1e6
-    figure = draw_comparison(rows)
-    (axes,) = figure.axes
-    assert overhang(figure) <= 0
-    assert min(axes.get_position().width, axes.get_position().height) > 0.5
-    looks = {(line.get_marker(), line.get_color()) for line in axes.lines}
-    assert len(looks) == len(axes.lines) == len(names)
-    drawn = [tuple(line.get_xydata()[0]) for line in axes.lines]
-    assert drawn == [(row["parameters"] / 1e6, row["perplexity"]) for row in rows]
-    assert as_svg(draw_comparison(rows)) == as_svg(draw_comparison(rows))
 
 
 def test_few_experts_are_marked_among_many(figures):

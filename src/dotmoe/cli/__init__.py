@@ -49,19 +49,10 @@ COMMANDS = {
         recipes="convert",
     ),
     "compare": Command(
-        "Convert one model by several methods on one budget, or at several E, k or starts.",
+        "Convert one model by several methods on one budget.",
         common=(
-            *("methods", "over-experts", "over-active", "over-start", "active-params"),
-            *(
-                "other-text",
-                "router-steps",
-                *_TEXT,
-                *_SPLIT,
-                *_START,
-                *_TRAINING,
-                *_MACHINE,
-                "repair",
-            ),
+            *("methods", "other-text"),
+            *("router-steps", *_TEXT, *_SPLIT, *_START, *_TRAINING, *_MACHINE, "repair"),
         ),
         recipes="convert",
     ),
@@ -76,7 +67,7 @@ COMMANDS = {
     "evaluate": Command(
         "Measure a model: perplexity, benchmark tasks, fidelity to the dense model, samples."
     ),
-    "analyse": Command("Analyse a finished run: load and overlap of experts, outputs, costs."),
+    "analyse": Command("Analyse a finished run: load and outputs of experts, costs."),
     "bench": Command("Compare the speed and memory of a dense model and its MoE."),
     "report": Command("Write one page with plots of everything that was measured on a run."),
 }

@@ -1,9 +1,8 @@
 """Exact parameter counts of a model and its split, from the Hugging Face config alone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from dotmoe.common.errors import UserError
 from dotmoe.method.granularity import Granularity, parts_of
 from dotmoe.models.family import Family, meta_model, num_parameters
 
@@ -85,23 +84,3 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
         heads_total=whole["attention"],
         routers=routers,
     )
-
-
-def nearest_active_experts(
-    share: float, config: Any, family: Family, granularity: Granularity
-) -> int:
-    """The k at which about that share of the dense model's parameters works on one token.
-
-    `granularity` splits FFNs without a shared expert, and its own k does not matter; experts to be
-    merged into a shared one count in k. Raises a `UserError` if one expert per layer is too many.
-    """
-    experts, one = granularity.num_experts, replace(granularity, active_experts=1)
-    least = count_parameters(config, family, one)
-    an_expert = (least.dense_total - least.active) / (experts - 1)
-    active = experts - round((1 - share) * least.dense_total / an_expert)
-    if active < 1:
-        raise UserError(
-            f"active_params is {share:g}, but {least.active_fraction:.3f} of the parameters work "
-            "on a token even if one expert per layer runs. Choose at least that."
-        )
-    return active

@@ -1,6 +1,7 @@
 """`dotmoe bench`: the speed of a dense model and of its MoE, compared with the ideal ratio."""
 
 import copy
+import math
 import os.path
 import random
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.metadata import version
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         "dense": {"name": config.dense, **models[0]},
         "moe": {"name": config.moe, **models[1]},
         "points": points,
+        "break_even": break_even(points),
         "settings": asdict(config) | {"threads": threads, "device": device},
         "provenance": origin,
     }
@@ -117,7 +120,7 @@ def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
         )
     context = min(dense["context"], moe["context"])
     in_context("prompt_tokens", config.prompt_tokens, context, least=0)
-    decoded = config.context_tokens + config.decode_steps
+    decoded = max(config.context_tokens, default=0) + config.decode_steps
     in_context("context_tokens + decode_steps", decoded, context)
 
 
@@ -177,6 +180,36 @@ def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
     return quartiles
 
 
+def break_even(points: Sequence[Values]) -> list[str]:
+    """Where the MoE is faster than the dense model and where not, a sentence for each context.
+
+    It is so, or slower, if both quartiles of the speedup over rounds are. Between two batches with
+    speedups on both sides of 1, the batch that breaks even is interpolated in logarithms.
+    """
+    groups, sentences = dict[tuple[str, int], list[Values]](), []
+    for row in points:
+        groups.setdefault((row["point"]["name"], row["point"]["tokens"]), []).append(row)
+    for (name, tokens), rows in groups.items():
+        rows.sort(key=lambda row: int(row["point"]["batch"]))
+        batches, said = [row["point"]["batch"] for row in rows], list[str]()
+        lows, highs = zip(*(row["speed_ratio_quartiles"] for row in rows), strict=True)
+        above = [low > 1 for low in lows], [high < 1 for high in highs]
+        equal = [not (faster or slower) for faster, slower in zip(*above, strict=True)]
+        for verdict, holds in zip(
+            ("faster", "slower", "inconclusive"), (*above, equal), strict=True
+        ):
+            if found := [str(b) for b, true in zip(batches, holds, strict=True) if true]:
+                said.append(f"{verdict} at batch {', '.join(found)}")
+        for (batch, ratio), (larger, other) in pairwise(
+            (row["point"]["batch"], row["speed_ratio"]) for row in rows
+        ):
+            if (ratio > 1) != (other > 1):
+                part = math.log(ratio) / (math.log(ratio) - math.log(other))
+                said.append(f"even at about {batch * (larger / batch) ** part:.3g}, interpolated")
+        sentences.append(f"{name}, {tokens:,} tokens: the MoE is {'; '.join(said)}")
+    return sentences
+
+
 def table(result: Values) -> Table:
     """Table of a result of `bench`, with one row for each point."""
     settings, models = result["settings"], []
@@ -188,7 +221,9 @@ def table(result: Values) -> Table:
 
     def name(row: Values) -> str:
         point = row["point"]
-        return f"decode x {point['batch']}" if point["steps"] else f"prefill {point['tokens']}"
+        if not point["steps"]:
+            return f"prefill {point['tokens']}"
+        return f"decode x {point['batch']}, {point['tokens']:,} before"
 
     return table_of(
         result["points"],
@@ -208,7 +243,8 @@ def table(result: Values) -> Table:
         f"threads, {settings['rounds']} rounds in turns",
         note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the fastest steps; quartiles: of "
         "median times over rounds. ideal: bytes of weights read (decode) or multiply-adds "
-        "(prefill), dense / MoE. peak memory: of the process on a CPU, allocated on a GPU.",
+        "(prefill), dense / MoE. peak memory: of the process on a CPU, allocated on a GPU. "
+        f"Break-even: {'. '.join(break_even(result['points']))}.",
     )
 
 

@@ -95,9 +95,7 @@ class EvaluateConfig:
     temperature: Annotated[float, at_least(0)] = 0.0
     """Temperature of --generate; 0: the most likely token at every step. Seed of samples: 0."""
     prompts: tuple[str, ...] = ()
-    """Prompts to continue. Default: pieces cut from --text at equal distances."""
-    num_prompts: Annotated[int, at_least(1)] = 16
-    """Number of prompts that are cut from --text."""
+    """Prompts of --generate."""
     curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
     """Measure perplexity of an export at these k, and at k = E. Without numbers: eighths of E."""
     tokenizer: str | None = None
@@ -135,16 +133,14 @@ class EvaluateConfig:
         for name in () if self.tasks else of_tasks:
             if (value := getattr(self, name)) is not None and value is not False:
                 raise UserError(f"{name} is {value}, but it is for --tasks alone. Leave it out.")
-        if self.chat_template and not (self.tasks or (self.generate and self.prompts)):
-            raise UserError(
-                "chat_template is for --tasks, or --generate with --prompts. Leave it out."
-            )
+        if self.chat_template and not (self.tasks or self.generate):
+            raise UserError("chat_template is for --tasks or --generate. Leave it out.")
+        if self.generate and not self.prompts:
+            raise UserError("--generate has nothing to continue. Give --prompts.")
         if self.temperature and not self.generate:
             raise UserError("temperature is for --generate alone. Leave it out.")
-        if not (self.corpus.text or self.tasks or (self.generate and self.prompts)):
-            raise UserError(
-                "--text names no file. Give a text to measure on, or --prompts for --generate."
-            )
+        if not (self.corpus.text or self.tasks or self.generate):
+            raise UserError("--text names no file. Give a text to measure on.")
         if self.measurement == "curve" and self.against:
             raise UserError(
                 f"--curve measures MODEL alone, but --against names {self.against}. Leave it out."
@@ -162,8 +158,8 @@ class AnalyseConfig:
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
     only: tuple[str, ...] = ()
-    """Analyses to run: expert_utilisation, routing_overlap, expert_outputs_tsne,
-    layer_sensitivity, overhead_profile. Default: all that apply to the run."""
+    """Analyses to run: expert_utilisation, expert_outputs_tsne, layer_sensitivity,
+    overhead_profile. Default: all that apply to the run."""
     tokens: Annotated[int, at_least(1)] = 32768
     """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
     layer: Annotated[int | None, at_least(0)] = None
@@ -187,8 +183,8 @@ class BenchConfig:
     """Numbers of sequences that are decoded at once, each at least 1; none skips decode."""
     prompt_tokens: Annotated[int, at_least(0)] = 512
     """Length of the prompt in prefill, in tokens; 0 skips prefill."""
-    context_tokens: Annotated[int, at_least(1)] = 128
-    """Number of tokens in each sequence's cache when a round of decode starts, at least 1."""
+    context_tokens: tuple[Annotated[int, at_least(1)], ...] = (128,)
+    """Numbers of tokens in each sequence's cache when a round of decode starts, each at least 1."""
     decode_steps: Annotated[int, at_least(1)] = 8
     """Number of tokens that each sequence decodes in a round, at least 1."""
     rounds: Annotated[int, at_least(1)] = 10
@@ -216,8 +212,12 @@ class BenchConfig:
     def points(self) -> list[Values]:
         """The measured points in order: `name`, `batch`, `tokens`, and `steps` (0 in prefill)."""
         prefill = {"name": "prefill", "batch": 1, "tokens": self.prompt_tokens, "steps": 0}
-        decode = {"name": "decode", "tokens": self.context_tokens, "steps": self.decode_steps}
-        points = [decode | {"batch": batch} for batch in self.batch_sizes]
+        decode = {"name": "decode", "steps": self.decode_steps}
+        points = [
+            decode | {"tokens": tokens, "batch": batch}
+            for tokens in self.context_tokens
+            for batch in self.batch_sizes
+        ]
         return [prefill, *points] if self.prompt_tokens else points
 
 

@@ -661,7 +661,6 @@ def _prune(run: _Run, dense: DenseModel) -> dict[str, Any]:
                 steps=config.align.steps,
                 seed=seed,
                 on_progress=update,
-                log=lambda line: run.progress.log(f"{config.method}: {line}"),
             )
             return pruning.prune(config.method, inputs, folder)
 

@@ -1,8 +1,7 @@
-"""Compare conversions of one model on the same text: by several methods, or at several values.
+"""Compare conversions of one model by several methods, on the same text.
 
-All have the same budget, data and seed but for the setting whose values are compared. Each run has
-its own run folder: an interrupted command resumes, and a command with more runs than before makes
-only the new ones.
+All have the same budget, data and seeds. Each run has its own run folder: an interrupted command
+resumes, and a command with more runs than before makes only the new ones.
 """
 
 import math
@@ -18,17 +17,16 @@ from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import write_json, write_text
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown
-from dotmoe.export.parameters import nearest_active_experts
 from dotmoe.measure.evaluate.perplexity import difference, error_over, nats_with_error
-from dotmoe.measure.report import plots
 from dotmoe.method.config import AlignConfig, CalibrateConfig, ExpertsConfig
-from dotmoe.method.granularity import Granularity, resolve
-from dotmoe.models.family import DenseModel, num_parameters
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.repair import repair_tokens
+from dotmoe.models.family import DenseModel
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.pruning import PRUNING
-from dotmoe.run.config import SWEPT, CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
+from dotmoe.run.config import PAPER, CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.run.folder import RunFolder, provenance
 
 Row = dict[str, Any]
@@ -42,11 +40,14 @@ _FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
 """What ends one run of a comparison and not the others: no memory (on a GPU a `RuntimeError`), or
 a computation that fails, too. An interrupt or a full disk ends the command."""
 
+_OURS, _PAPERS = "dotmoe", "DOT-MoE (paper)"
+"""Names of rows of `dot_moe`: this project's recipe, and the paper's."""
+
 
 class Point(NamedTuple):
-    """One run of a comparison: its method or the compared value, and its config."""
+    """One run of a comparison: the name of its method, and its config."""
 
-    value: int | float | str
+    value: str
     config: RunConfig
 
     @property
@@ -58,70 +59,37 @@ class Point(NamedTuple):
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `compare.json` and `compare.md`.
 
-    If matplotlib is installed, `compare.svg` shows perplexity against active parameters. Raises a
-    `UserError` as `convert` does; or if there is no text to measure on, two budgets are given, one
-    cannot be met, or an option does not support heads. Runs that fail are listed in `left_out`.
+    Raises a `UserError` as `convert` does; or if there is no text to measure on, or an option does
+    not support heads. Runs that fail are listed in `left_out`.
     """
-    for name in ("active_params", "finetune_steps"):
-        if config.experts.targets != "ffn" and (value := getattr(config, name)):
-            raise UserError(
-                f"{name} is {value:g}, which works with experts of neurons only, but targets is "
-                f"{config.experts.targets}. Leave one of the two out."
-            )
+    if config.finetune_steps and config.experts.targets != "ffn":
+        raise UserError(
+            f"finetune_steps is {config.finetune_steps}, which works with experts of neurons only, "
+            f"but targets is {config.experts.targets}. Leave one of the two out."
+        )
     dense = describe_dense(config.model)
-    if config.active_params is not None:
-        config = _budgeted(config, config.active_params, dense, progress)
-    summary = _measure(config, points_of(config), dense, progress)
-    summary |= {"active_params": config.active_params, "other_text": list(config.other_text)}
-    if config.axis:
-        summary["axis"] = config.axis
-    else:
-        budget = budget_of(config, dense)
-        for row in summary["rows"][1:]:
-            row["over_budget"] = row["parameters"] / budget - 1
-    plot = plots.draw_comparison(over_seeds(summary["rows"])) if plots.is_installed() else None
-    _write(config, summary, plot)
+    read = config.calibration_tokens(dense.widths.model)
+    if config.repair:
+        read += repair_tokens(config.repairing, split_of(config, dense), dense.config)
+    summary = _measure(config, points_of(config, read), dense, progress)
+    summary["other_text"] = list(config.other_text)
+    budget = budget_of(config, dense)
+    for row in summary["rows"][1:]:
+        row["over_budget"] = row["parameters"] / budget - 1
+    _write(config, summary)
     return summary
-
-
-def _budgeted(
-    config: CompareConfig, share: float, dense: DenseModel, progress: Progress
-) -> CompareConfig:
-    """The config with k set for an active share of the parameters."""
-    for name in ("active", "active_experts"):
-        if (value := getattr(config.experts, name)) is not None:
-            raise UserError(
-                f"active_params is {share:g} and {name} is {value:g}: two budgets. Give one of the "
-                f"two; --{name.replace('_', '-')} None unsets what a recipe sets."
-            )
-    split = resolve(replace(config.experts, shared=0.0), dense.widths.ffn)
-    active = nearest_active_experts(share, dense.config, dense.family, split)
-    config = replace(config, experts=replace(config.experts, active_experts=active))
-    met = budget_of(config, dense) / num_parameters(dense.model)
-    off = _budget(met / share - 1)
-    progress.log(
-        f"active_params {share:g}: {active} of {split.num_experts} experts give {met:.4f} ({off})"
-    )
-    return config
 
 
 def table(summary: dict[str, Any]) -> Table:
     """The table of a comparison, the seeds of a conversion merged into one row."""
-    rows, axis = over_seeds(summary["rows"]), summary.get("axis")
+    rows = over_seeds(summary["rows"])
     dense, *others = rows
     best = min(others, key=lambda row: row["loss"], default=dense)
     columns: dict[str, Callable[[Row], str | None]] = {
-        SWEPT[axis] if axis else "method": lambda row: (
-            percent(row["value"]) if isinstance(row["value"], float) else str(row["value"])
-        ),
+        "method": _cell("value"),
         "router": _cell("router"),
         "trained": _cell("trained"),
         "weights": _cell("weights"),
-        "k of E": lambda row: (
-            f"{row['active_experts']} of {row['num_experts']}"
-            if axis and "num_experts" in row
-            else None
-        ),
         "active": _active,
         "perplexity": _cell("perplexity", "{:.2f}".format),
         "bits a byte": _cell("bits_per_byte", "{:.3f}".format),
@@ -135,10 +103,11 @@ def table(summary: dict[str, Any]) -> Table:
         "shared": lambda row: (
             percent(row["shared_fraction"]) if row.get("shared_fraction") else None
         ),
+        "steps": _cell("steps", "{:,}".format),
         "tokens": _cell("text_tokens", "{:,}".format),
         "seconds": _cell("seconds", "{:.0f}".format),
     }
-    for name in ("weights", "k of E", "other text", "seeds", "budget", "shared"):
+    for name in ("weights", "other text", "seeds", "budget", "shared"):
         if not any(map(columns[name], rows)):
             del columns[name]
     other = summary.get("other_text")
@@ -217,63 +186,21 @@ def spread(row: Row) -> str | None:
     return f"{min(losses):.3f} to {max(losses):.3f}" if losses[1:] else None
 
 
-def points_of(config: CompareConfig) -> list[Point]:
-    """The runs of a comparison, in the order of its table."""
+def points_of(config: CompareConfig, read: int | None = None) -> list[Point]:
+    """The runs of a comparison, in the order of its table; pruning methods `read` these tokens."""
     plain, methods = _plain(config), config.methods
     if not methods:
         raise UserError("methods names none. Name at least one, or omit it for the default.")
     seeds = config.seeds or (config.seed,)
-    if config.axis:
-        points = (_values_of(config.axis, replace(plain, seed=seed), config) for seed in seeds)
-        return [point for of_seed in points for point in of_seed]
     if "all" in methods:
         methods = ("dot_moe", *METHODS, *PRUNING)
-    found = {  # a dict: runs that have no seed come once
-        point: None
+    found = (
+        point
         for method in methods
         for seed in seeds
-        for point in _points_of(method, replace(plain, seed=seed), config)
-        if not config.trained_only or _trained(point.config)
-    }
-    if not found:
-        raise UserError(
-            f"trained_only is set, but router_steps is {config.baseline.router_steps} and methods "
-            f"are {', '.join(config.methods)}, so nothing is trained. Set router_steps, "
-            "or name other methods."
-        )
-    return list(found)
-
-
-def _values_of(axis: str, plain: RunConfig, comparison: CompareConfig) -> Iterator[Point]:
-    """Yield the runs of one method at each value of a setting."""
-    method, *others = comparison.methods
-    if (targets := plain.experts.targets) != "ffn":
-        raise UserError(
-            f"targets is {targets}, but over_{axis} supports only ffn. Compare methods, or leave "
-            "targets out."
-        )
-    if others and comparison.methods != ("dot_moe", *METHODS):
-        raise UserError(
-            f"methods names {len(comparison.methods)}, but over_{axis} changes a setting of one. "
-            "Name one, or omit methods for dot_moe."
-        )
-    for name in ("experts", "active"):
-        if axis == name and (k := plain.experts.active_experts) is not None:
-            raise UserError(
-                f"active_experts is {k} for all, but k must change with over_{axis}. Give a share "
-                "as --active instead, or leave it and active_params out."
-            )
-    suffix, plain = f"-seed{plain.seed}" * bool(comparison.seeds), replace(plain, method=method)
-    for value in dict.fromkeys(getattr(comparison, f"over_{axis}")):
-        name = f"{axis}-{value:g}" if isinstance(value, float) else f"{axis}-{value}"
-        run = replace(plain, out=str(Path(plain.out) / (name + suffix)))
-        if axis == "start":
-            run = replace(run, calibrate=replace(run.calibrate, start=value))
-        elif axis == "active":
-            run = replace(run, experts=replace(run.experts, active=value))
-        else:
-            run = replace(run, experts=replace(run.experts, experts=value, expert_size=None))
-        yield Point(value, run)
+        for point in _points_of(method, replace(plain, seed=seed), config, read)
+    )
+    return list(dict.fromkeys(found))  # runs that have no seed come once
 
 
 def _plain(config: RunConfig) -> RunConfig:
@@ -347,7 +274,7 @@ def _measure(
                 rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
             for row in _rows(point, results, model):
                 rows.append(row)
-                if _is_finetuned(config, row):
+                if _is_finetuned(config, point.config, row):
                     tuned = f"{row['run']}-finetuned"
                     with unless_it_fails(tuned):
                         rows.append(row | _finetune(config, row, tuned, progress))
@@ -361,14 +288,12 @@ def _measure(
     }
 
 
-def _write(config: CompareConfig, summary: dict[str, Any], plot: Any = None) -> None:
-    """Write `NAME.json`, table and protocol as `NAME.md`, a plot as `.svg`."""
+def _write(config: CompareConfig, summary: dict[str, Any]) -> None:
+    """Write `NAME.json`, and table and protocol as `NAME.md`."""
     path = Path(config.out) / config.command
     protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
     write_json(path.with_suffix(".json"), summary)
     write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
-    if plot is not None:
-        path.with_suffix(".svg").write_bytes(plots.as_svg(plot))
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
@@ -381,7 +306,9 @@ def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     return row | {"loss_above_dense": change, "loss_above_dense_stderr": stderr}
 
 
-def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iterator[Point]:
+def _points_of(
+    method: str, plain: RunConfig, comparison: CompareConfig, read: int | None
+) -> Iterator[Point]:
     """Yield the runs of one method with one seed; `plain` is the config that all methods share."""
     suffix, out = f"-seed{plain.seed}" * bool(comparison.seeds), Path(plain.out)
     if method in PRUNING:  # an option that it does not read must not change its identity
@@ -394,7 +321,7 @@ def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iter
             out=str(out / (method + suffix * is_trained)),
             method=method,
             experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
-            calibrate=CalibrateConfig(calibration_tokens=plain.calibrate.calibration_tokens),
+            calibrate=CalibrateConfig(calibration_tokens=read),
             align=align,
             seed=plain.seed * is_trained,
         )
@@ -407,6 +334,19 @@ def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iter
         for variant, learns in (("router", False), ("trained", True)) if steps else ():
             align = replace(plain.align, steps=steps, learn_assignment=learns)
             changes[variant] = {"align": align}
+        if steps:
+            paper = replace(
+                PAPER.align,
+                steps=steps,
+                batch_size=plain.align.batch_size,
+                max_epochs=plain.align.max_epochs,
+            )
+            changes["paper"] = {
+                "calibrate": PAPER.calibrate,
+                "assignment": PAPER.assignment,
+                "align": paper,
+                "repair": False,
+            }
     else:
         if not METHODS[method].has_shared_expert:
             plain = replace(plain, experts=replace(plain.experts, shared=0.0))
@@ -417,7 +357,8 @@ def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iter
         if steps and "ridge" in changes:
             changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}
     for variant, change in changes.items():
-        yield Point(method, replace(plain, out=str(out / f"{method}-{variant}{suffix}"), **change))
+        name = {"paper": _PAPERS}.get(variant, _OURS) if method == "dot_moe" else method
+        yield Point(name, replace(plain, out=str(out / f"{method}-{variant}{suffix}"), **change))
 
 
 def _trained(config: RunConfig) -> str | None:
@@ -438,12 +379,15 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
     """
     config, trained, dense = point.config, _trained(point.config), results["dense"]
     if isinstance(config, PruneRunConfig):
-        row = {"run": point.name, "value": point.value, "trained": trained}
+        row: Row = {"run": point.name, "value": point.value, "trained": trained}
         row |= results["pruning"] | _measured(results["pruned"], dense)
+        row["steps"] = config.align.steps
         yield row | {"text_tokens": row["calibration_tokens"]}
         return
     exact, split = results.get("moe_own_router"), Granularity.of(results["granularity"])
-    router = "ridge" if config.method == "dot_moe" else config.baseline.split_router
+    router: str = config.baseline.split_router
+    if config.method == "dot_moe":
+        router = {"data": "ridge", "random": "random"}[config.calibrate.start]
     folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
     frozen = {
         "run": point.name,
@@ -478,9 +422,9 @@ def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
     return config.calibration_tokens(model.widths.model) + steps * config.align.batch_size * block
 
 
-def _is_finetuned(config: CompareConfig, row: Row) -> bool:
+def _is_finetuned(config: CompareConfig, run: RunConfig | PruneRunConfig, row: Row) -> bool:
     """Whether a comparison finetunes a row; only one whose weights and router are an export's."""
-    exported = "repaired" if config.repair else "frozen"
+    exported = "repaired" if getattr(run, "repair", False) else "frozen"
     return config.finetune_steps > 0 and row.get("weights") == exported and row["router"] != _OWN
 
 
@@ -501,6 +445,7 @@ def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) ->
     results = finetune(run, progress).results
     tuned: Row = {"run": name, "weights": "finetuned", "finetune_tokens": results["tokens"]}
     tuned["text_tokens"] = row["text_tokens"] + results["tokens"]
+    tuned["steps"] = row["steps"] + results["steps"]
     tuned["seconds"] = row["seconds"] + (RunFolder(out / name).seconds("finetune") or 0.0)
     return tuned | _measured(results["moe"], results["dense"])
 

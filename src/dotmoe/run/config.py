@@ -7,7 +7,7 @@ import tyro
 from tyro.conf import Positional
 
 from dotmoe.common.errors import UserError, nearest
-from dotmoe.common.options import HOW, above, at_least, at_most
+from dotmoe.common.options import HOW, at_least
 from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
 from dotmoe.method.config import (
     PAPER_ACTIVE,
@@ -17,16 +17,11 @@ from dotmoe.method.config import (
     ExpertsConfig,
     FinetuneConfig,
     RepairConfig,
-    Start,
 )
 from dotmoe.models.config import LoadConfig
 from dotmoe.rivals.config import BASELINES, BaselineConfig, ComparedName, MethodName, PruningName
 from dotmoe.text.config import DataConfig, SampleConfig
 from dotmoe.training.config import TrainingConfig
-
-Share = Annotated[float, above(0), at_most(1)]
-SWEPT = {"experts": "E", "active": "aligned at", "start": "start"}
-"""Settings of one method whose values can be compared, and their column headings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +121,7 @@ class PruneRunConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareConfig(RunConfig):
-    """Comparison on one model: of several methods on one budget, or of one method at the values of
-    one of the `--over-` options.
-    """
+    """Comparison of several methods on one model, on one budget."""
 
     command: ClassVar[str] = "compare"
 
@@ -136,20 +129,15 @@ class CompareConfig(RunConfig):
     """Methods to compare. Each converts without training, once with its own router and once with a
     ridge-regressed one (but `lte`, whose experts are those of `weight_clusters`, and
     `static_pruning`, which has no router). With `router_steps` each is trained, too: `dot_moe` is
-    aligned for as many steps, the others train their router for as many on the same batches.
-    Pruning methods give a dense model with as many parameters as a conversion has active; those
-    named 2_4 cannot choose how many. `all`: every method of both kinds that fits the model.
+    aligned for as many steps from our start and by the paper's recipe, the others train their
+    router for as many on the same batches. Pruning methods give a dense model with as many
+    parameters as a conversion has active; those named 2_4 cannot choose how many, and all read as
+    many tokens as a repaired conversion. `all`: every method of both kinds that fits the model.
     Default: all that convert."""
-    active_params: Share | None = None
-    """Share of the dense model's parameters to be active per token, above 0 and at most 1; sets the
-    k that comes nearest to it. Give only one of this, `active` and `active_experts`."""
     mask_steps: Annotated[int, at_least(1)] = 300
     """Training steps of `disp_llm`, on the same batches as an alignment."""
     other_text: tuple[str, ...] = ()
     """Files of another domain to measure every row on too, up to `eval_tokens` tokens."""
-    trained_only: bool = False
-    """Leave out untrained conversions: every method starts from the ridge-regressed router and is
-    trained for `router_steps` steps."""
     finetune_steps: Annotated[int, at_least(0)] = 0
     """Steps of finetuning all weights after every conversion, on the same batches for all, from the
     repaired weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
@@ -158,24 +146,7 @@ class CompareConfig(RunConfig):
     seeds: tuple[Annotated[int, at_least(0)], ...] = ()
     """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
     `seed` alone."""
-    over_experts: tuple[Annotated[int, at_least(2)], ...] = ()
-    """Granularities to try: numbers of experts per layer (E). The active share stays the same, so k
-    grows with E."""
-    over_active: tuple[Share, ...] = ()
-    """Active shares to try (k / E), in alignment and export. `dotmoe evaluate --curve` measures one
-    converted model at other k."""
-    over_start: tuple[Start, ...] = ()
-    """Starts of the alignment to try: `data`, `random`."""
     method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
-
-    @property
-    def axis(self) -> str | None:
-        """The setting whose values are compared; None for a comparison of methods."""
-        axes = [axis for axis in SWEPT if getattr(self, f"over_{axis}")]
-        if len(axes) > 1:
-            named = " and ".join(f"over_{axis}" for axis in axes)
-            raise UserError(f"{named} are two settings. Compare the values of one at a time.")
-        return axes[0] if axes else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from dotmoe.common.errors import UserError, nearest, require_package
 from dotmoe.common.files import Values, read_json, sha256_of, write_json
 from dotmoe.common.options import checked, values_of
 from dotmoe.common.progress import Progress
-from dotmoe.measure.analyse.experts import SEED, outputs_tsne, overlap, sensitivity, utilisation
+from dotmoe.measure.analyse.experts import SEED, outputs_tsne, sensitivity, utilisation
 from dotmoe.measure.analyse.overhead import profile
 from dotmoe.measure.analyse.run import AnalysedRun, Findings
 from dotmoe.measure.config import AnalyseConfig
@@ -33,7 +33,6 @@ class Analysis(NamedTuple):
 
 ANALYSES = {
     "expert_utilisation": Analysis("Share of the tokens that run each expert", utilisation),
-    "routing_overlap": Analysis("Similarity of the routing of layers", overlap, "scipy"),
     "expert_outputs_tsne": Analysis(
         "Outputs of the experts of one layer, by t-SNE",
         outputs_tsne,

@@ -1,8 +1,6 @@
-"""Analyses of the experts: load, routing overlap of layers, outputs, loss added by each layer."""
+"""Analyses of the experts: load, outputs, loss added by each layer."""
 
 import math
-from itertools import combinations
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -108,59 +106,6 @@ def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
             f"({limit:.2f} would mean the same experts for every token)"
         )
     return lines
-
-
-def overlap(run: AnalysedRun) -> Findings:
-    """`matched_overlap` of each pair of split layers, 1 on the diagonal; needs SciPy.
-
-    If FFNs and attention are split, it compares the routing of FFNs.
-    """
-    chosen_LTK, layers = run.routes[run.layout.target], list(run.layers)
-    similarity_LL, pairs = np.eye(len(layers)), list[tuple[float, str]]()
-    for a, b in combinations(range(len(layers)), 2):
-        shared = matched_overlap(chosen_LTK[a], chosen_LTK[b], run.layout.num_experts)
-        similarity_LL[a, b] = similarity_LL[b, a] = shared
-        pairs.append((shared, f"layers {layers[a]} and {layers[b]}"))
-    values = {"layers": layers, "similarity_LL": similarity_LL.tolist()}
-    if not pairs:
-        return values, ["only one layer is split, so there is nothing to compare"]
-    most, where = max(pairs)
-    return values, [
-        "routing overlap of two layers (0: chance, 1: the same routing): mean "
-        f"{mean(shared for shared, _ in pairs):.3f}, most {most:.3f} ({where})"
-    ]
-
-
-def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_experts: int) -> float:
-    """Share of a token's experts in one layer whose partners run in the other, above chance.
-
-    Expert numbers of two layers are unrelated, so experts are first paired one to one such that
-    partners run for the same tokens as often as possible. Pairs are found on one half of the text
-    and the share is measured on the other half, and vice versa: on the same tokens, pairs would
-    find similarity in noise. If `o` is the measured share and `c` the share that independent
-    layers with the same loads would have, then
-
-        overlap = (o - c) / (1 - c)
-
-    Returns:
-        1: the same routing with experts numbered differently, or k = E. 0: independent routing;
-        noise can make it slightly negative. Symmetric in the layers.
-    """
-    from scipy.optimize import linear_sum_assignment  # an extra
-
-    active, half, overlaps = a_TK.shape[1], len(a_TK) // 2, []
-    if active == num_experts:
-        return 1.0
-    masks = [F.one_hot(each.long(), num_experts).sum(dim=1).double() for each in (a_TK, b_TK)]
-    halves = [[mask[part] for mask in masks] for part in (slice(half), slice(half, None))]
-    for (paired_a_TE, paired_b_TE), (a_TE, b_TE) in (halves, halves[::-1]):
-        gain_EE = (paired_a_TE.T @ paired_b_TE).numpy()
-        rows, columns = linear_sum_assignment(gain_EE, maximize=True)
-        a_TE, b_TE = a_TE[:, rows], b_TE[:, columns]
-        share = float((a_TE * b_TE).sum(dim=1).mean()) / active
-        chance = float(torch.dot(a_TE.mean(dim=0), b_TE.mean(dim=0))) / active
-        overlaps.append((share - chance) / (1 - chance) if chance < 1 else 1.0)
-    return mean(overlaps)
 
 
 @torch.no_grad()

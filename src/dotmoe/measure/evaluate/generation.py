@@ -13,41 +13,25 @@ from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.common.tables import Table
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import StockModel, by_side, sides_of
-from dotmoe.measure.evaluate.perplexity import packed_text
-
-PROMPT_TOKENS = 32
-"""Length, in tokens, of a prompt that is cut from the text."""
 
 
 def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
     """For each model the `prompts`, and the `texts` that continue them.
 
-    Prompts from `config.corpus.text` are cut by the tokenizer of each model. Raises `UserError` if
-    two tokenizers cut different prompts, a prompt has no tokens, or a chat template is missing.
+    Raises `UserError` if a prompt has no tokens, or a chat template is missing.
     """
 
     def measured(stock: StockModel, update: Update) -> Values:
         tokenizer = stock.tokenizer
         if config.chat_template:
             prompts = [as_question(tokenizer, prompt) for prompt in config.prompts]
-        elif config.prompts:
-            prompts = [tokenizer(prompt).input_ids for prompt in config.prompts]
         else:
-            tokens = packed_text(config.corpus, tokenizer).tokens
-            size = min(PROMPT_TOKENS, len(tokens))
-            starts = range(0, len(tokens) - size + 1, max(size, len(tokens) // config.num_prompts))
-            prompts = [tokens[at : at + size].tolist() for at in starts[: config.num_prompts]]
-        shown = config.prompts or tokenizer.batch_decode(prompts, skip_special_tokens=True)
+            prompts = [tokenizer(prompt).input_ids for prompt in config.prompts]
         how = config.generate or 0, update, config.temperature
         new = continuations(stock.model, tokenizer, prompts, *how)
-        return {"prompts": list(shown), "texts": tokenizer.batch_decode(new)}
+        return {"prompts": list(config.prompts), "texts": tokenizer.batch_decode(new)}
 
-    sides = by_side(config, progress, measured)
-    if len({tuple(side["prompts"]) for side in sides.values()}) > 1:
-        raise UserError(
-            "the tokenizers of the two models cut --text into different prompts. Give --prompts."
-        )
-    return {**sides, "text": list(config.corpus.text), "temperature": config.temperature}
+    return by_side(config, progress, measured) | {"temperature": config.temperature}
 
 
 def as_question(tokenizer: Any, prompt: str) -> list[int]:

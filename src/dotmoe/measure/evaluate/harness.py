@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from transformers import AutoConfig
 
@@ -17,6 +18,7 @@ from dotmoe.common.errors import UserError, nearest, one_line, require_package
 from dotmoe.common.files import Values, write_json
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import loading
+from dotmoe.measure.evaluate.programs import CodeEval
 from dotmoe.models.load import resolved_dtype
 from dotmoe.models.tokenizer import load_tokenizer
 
@@ -37,13 +39,23 @@ def require_harness() -> str:
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Within this context, the harness prints nothing to stdout, and only errors are logged."""
+    """Within this context, the harness prints nothing to stdout, and only errors are logged.
+
+    Programs that models write are run by `CodeEval`.
+    """
     import datasets
+
+    import evaluate
+
+    load = evaluate.load
+
+    def metric(name: str, *options: Any, **named: Any) -> Any:
+        return CodeEval() if name == "code_eval" else load(name, *options, **named)
 
     datasets.disable_progress_bars()
     logging.disable(logging.WARNING)
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), patch.object(evaluate, "load", metric):
             yield
     finally:
         logging.disable(logging.NOTSET)
@@ -72,6 +84,7 @@ def loaded_tasks(
                 "dataset_name": None,
                 "dataset_kwargs": {"data_files": {s: str(path) for s, path in files.items()}},
                 **{key: split if split in files else None for split, key in SPLITS.items()},
+                **({} if "train" in files else {"fewshot_split": None}),
             }
             write_json(Path(folder) / f"{name}.yaml", changed)  # JSON is YAML
         # Reading all of the harness's own tasks takes a quarter of a minute.
@@ -146,34 +159,51 @@ def run_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    output = simple_evaluate(
-        model=model,
-        tasks=tasks,
-        num_fewshot=shots,
-        limit=limit,
-        task_manager=TaskManager(include_defaults=False),  # tasks are loaded already
-        batch_size=model.batch_size,
-        apply_chat_template=as_chat,
-    )
-    room = model.max_length + 1  # the last token is only predicted
-    samples = [sample for rows in output["samples"].values() for sample in rows]
-    texts = [f"{context}{answer}" for sample in samples for context, answer in _answers(sample)]
+    try:
+        output = simple_evaluate(
+            model=model,
+            tasks=tasks,
+            num_fewshot=shots,
+            limit=limit,
+            task_manager=TaskManager(include_defaults=False),  # tasks are loaded already
+            batch_size=model.batch_size,
+            apply_chat_template=as_chat,
+            confirm_run_unsafe_code=True,  # by `CodeEval`
+        )
+    except AssertionError as error:  # the longest answer leaves no room for a question
+        raise UserError(f"{one_line(error)} Choose another task, or a longer context.") from error
+    requests = [
+        _request(pair[0], pair[1], model)
+        for rows in output["samples"].values()
+        for sample in rows
+        if sample["filter"] == rows[0]["filter"]  # there is a sample for each filter of answers
+        for pair in sample["arguments"]
+        if len(pair) == 2
+    ]
     # A token has at least one byte, except BOS and a leading blank.
-    long = [text for text in texts if len(text.encode()) + 2 > room]
-    truncated = sum(len(model.tok_encode(text)) > room for text in long)
+    long = [(text, room) for text, room in requests if len(text.encode()) + 2 > room]
+    truncated = sum(len(model.tok_encode(text)) > room for text, room in long)
     notes = [] if limit is None else [f"only the first {limit} questions of each task are scored"]
     if as_chat:
         notes.append("asked through the model's chat template, solved examples as turns of it")
     if truncated:
         notes.append(
-            f"{truncated} of {len(texts)} requests are longer than {model.max_length} tokens: the "
-            "harness cuts off their beginning, with any solved examples in it"
+            f"{truncated} of {len(requests)} requests are longer than {model.max_length} tokens, "
+            "with the longest answer: the harness cuts off their beginning, with any solved "
+            "examples in it"
         )
     return {
         "scores": [row for task in output["results"] for row in _rows(task, output)],
         "versions": dict(output["versions"]),
         "notes": notes,
     }
+
+
+def _request(context: str, answer: str | Values, model: Any) -> tuple[str, int]:
+    """Text of a request to score or to generate (`answer`: options), and tokens it may have."""
+    if isinstance(answer, str):
+        return f"{context}{answer}", model.max_length + 1  # the last token is only predicted
+    return context, model.max_length - answer.get("max_gen_toks", model.max_gen_toks)
 
 
 def _rows(task: str, output: Values) -> Iterator[Values]:
@@ -183,6 +213,11 @@ def _rows(task: str, output: Values) -> Iterator[Values]:
         name, comma, filtered_by = key.partition(",")
         if comma and not name.endswith("_stderr"):
             stderr = result.get(f"{name}_stderr,{filtered_by}")
+            each = [
+                sample[name]
+                for sample in output["samples"].get(task, ())
+                if sample["filter"] == filtered_by and isinstance(sample.get(name), int | float)
+            ]
             yield {
                 "task": task,
                 "metric": name if filtered_by == "none" else key,
@@ -191,6 +226,7 @@ def _rows(task: str, output: Values) -> Iterator[Values]:
                 "shots": max(int(output["n-shot"].get(member, 0)) for member in members),
                 "questions": sum(counts[member]["effective"] for member in members),
                 "chance": chance if name in ("acc", "acc_norm") else None,
+                "per_question": each or None,
             }
 
 

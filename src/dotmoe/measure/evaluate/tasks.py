@@ -16,6 +16,7 @@ from dotmoe.common.tables import Table, figure, table_of
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import harness
 from dotmoe.measure.evaluate.models import model_folder, sides_of
+from dotmoe.measure.evaluate.perplexity import error_over
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.load import resolved_dtype
 from dotmoe.run.folder import STAGES, provenance
@@ -27,9 +28,9 @@ class Task(NamedTuple):
     """A task of the paper's tables, or one that can be read from a folder."""
 
     metric: str
-    """Metric in the paper's table: `acc`, or `acc_norm` (answers by log-likelihood per byte)."""
+    """Main metric, in the paper's table if it is there. `acc_norm`: by log-likelihood per byte."""
     shots: int | None
-    """Number of solved examples per question in the paper's tables; None: the task is in none."""
+    """Number of solved examples before a question: the paper's, else the harness's; None: none."""
     definition: str
     """Path of the harness's YAML for the task, in its folder of tasks, without suffix."""
     scored: str
@@ -47,6 +48,10 @@ TASKS = {
     # The paper does not state the shots of ARC-E.
     "arc_easy": Task("acc_norm", 0, "arc/arc_easy", "ai2_arc/ARC-Easy/test"),
     "wikitext": Task("", None, "wikitext/wikitext", "wikitext/test"),
+    "gsm8k": Task("exact_match,flexible-extract", 5, "gsm8k/gsm8k", "gsm8k/test"),
+} | {
+    name: Task("pass@1,create_test", 0, f"humaneval/{name}", "humaneval/test")
+    for name in ("humaneval", "humaneval_instruct")
 }
 STAND_INS = {
     "sciq/test": {
@@ -56,6 +61,10 @@ STAND_INS = {
     "hellaswag/train": {
         "hellaswag/train_fewshot_11": "solved examples are drawn from 11 rows of the training "
         "split, not from all 39,905, so that prompts differ from the official ones",
+    },
+    "gsm8k/train": {
+        "gsm8k/train_fewshot_64": "solved examples are drawn from 64 rows of the training split, "
+        "not from all 7,473, so that prompts differ from the official ones",
     },
 }
 """Local files that replace a missing one, and the note that results then get."""
@@ -136,7 +145,10 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
 
     folders = {label: model_folder(name) for label, name in config.names.items()}
     with harness.quiet_harness():
-        return {label: measured(label, folder) for label, folder in folders.items()}
+        result = {label: measured(label, folder) for label, folder in folders.items()}
+    averages, others = (result.get(side, {}).get("averages", {}) for side in ("model", "against"))
+    shared = averages.keys() & others.keys()
+    return result | {"kept": {label: kept(averages[label], others[label]) for label in shared}}
 
 
 def _finished(file: Path, identity: Values) -> Values:
@@ -218,14 +230,34 @@ def of_model(name: str, results: Iterable[Values]) -> Values:
 
 
 def mean_of(scores: Sequence[Values]) -> Values:
-    """Unweighted mean of scores: `value`, `stderr` (None if that of a score is not known), `of`.
+    """Unweighted mean of scores: `value`, `stderr`, `chance` (None if a score's is unknown), `of`.
 
     `of` has the value of each task and metric.
     """
     values, errors = zip(*((each["value"], each["stderr"]) for each in scores), strict=True)
     stderr = None if None in errors else math.hypot(*errors) / len(errors)
     of = {f"{each['task']} {each['metric']}": each["value"] for each in scores}
-    return {"metric": "acc", "value": fmean(values), "stderr": stderr, "of": of}
+    chances = [each["chance"] for each in scores if each.get("chance") is not None]
+    chance = fmean(chances) if len(chances) == len(scores) else None
+    return {"metric": "acc", "value": fmean(values), "stderr": stderr, "chance": chance, "of": of}
+
+
+def kept(average: Values, other: Values) -> Values:
+    """Share that an average is of another one: `of_all`, and `above_guessing` by both.
+
+    Each is a share and its standard error, as if the two averages were independent.
+    """
+
+    def share(least: float | None) -> tuple[float, float | None] | None:
+        if least is None or other["value"] <= least:
+            return None
+        value, whole = average["value"] - least, other["value"] - least
+        errors = average["stderr"], other["stderr"]
+        if None in errors:
+            return value / whole, None
+        return value / whole, math.hypot(errors[0], errors[1] * value / whole) / whole
+
+    return {"of_all": share(0.0), "above_guessing": share(average["chance"])}
 
 
 def main_scores(tasks: Mapping[str, Values]) -> dict[str, Values]:
@@ -246,6 +278,9 @@ def shown_tasks(result: Values) -> list[Table | str]:
         for name, task in side["tasks"].items():
             for note in task["notes"]:
                 notes.setdefault(note, {})[name] = None
+    for label, shares in result.get("kept", {}).items():
+        said = [f"{_percent(each)} {name.replace('_', ' ')}" for name, each in shares.items()]
+        lines.append(f"{sides[1]['name']} keeps of the average of {label}: {', '.join(said)}")
     others = scores[0]
     columns: dict[str, Callable[[Values], str | None]] = {
         "task": lambda score: score["task"],
@@ -257,7 +292,7 @@ def shown_tasks(result: Values) -> list[Table | str]:
     columns[sides[0]["name"]] = lambda score: with_error(others.get(score["task"]))
     if len(sides) > 1:
         columns[sides[1]["name"]] = with_error
-        columns["difference"] = lambda score: _change(score, others.get(score["task"]))
+        columns["difference"] = lambda score: shown_change(score, others.get(score["task"]))
     table = table_of(
         scores[-1].values(),
         columns,
@@ -272,23 +307,43 @@ def shown_tasks(result: Values) -> list[Table | str]:
 def is_share(score: Values) -> bool:
     """Whether a score is a share of right answers, 0 to 1."""
     name, _, _ = score["metric"].partition(",")  # a filter's name may follow
-    return name in ("acc", "acc_norm", "exact_match")
+    return name in ("acc", "acc_norm", "exact_match") or name.startswith("pass@")
 
 
 def differ(score: Values, other: Values) -> bool:
-    """Whether two scores differ by more than two standard errors, as if those were independent.
+    """Whether two scores differ by more than two standard errors of their difference."""
+    _, stderr = _change(score, other)
+    return stderr is not None and abs(score["value"] - other["value"]) > 2 * stderr
 
-    Both models answer the same questions, so this test may miss a difference.
+
+def _change(score: Values, other: Values) -> tuple[float, float | None]:
+    """How far a score is above another, and the standard error over pairs of answers.
+
+    The error is as if both were independent if not both kept their answers to the same questions.
     """
+    change = score["value"] - other["value"]
+    ours, theirs = (each.get("per_question") or () for each in (score, other))
+    if ours and len(ours) == len(theirs):
+        gains = [a - b for a, b in zip(ours, theirs, strict=True)]
+        return change, error_over(gains, [1] * len(gains))
     errors = score["stderr"], other["stderr"]
-    return None not in errors and abs(score["value"] - other["value"]) > 2 * math.hypot(*errors)
+    return change, None if None in errors else math.hypot(*errors)
 
 
-def _change(score: Values, other: Values | None) -> str | None:
+def shown_change(score: Values, other: Values | None) -> str | None:
+    """How far a score is above another, with its error; `*` if by more than two of them."""
     if other is None:
         return None
-    factor = 100 if is_share(score) else 1
-    return f"{factor * (score['value'] - other['value']):+.3g}" + " *" * differ(score, other)
+    factor, (change, stderr) = 100 if is_share(score) else 1, _change(score, other)
+    error = "" if stderr is None else f" ± {factor * stderr:.2g}"
+    return f"{factor * change:+.3g}{error}" + " *" * differ(score, other)
+
+
+def _percent(share: tuple[float, float | None] | None) -> str:
+    if share is None:
+        return "an unknown share"
+    error = "" if share[1] is None else f" ± {100 * share[1]:.1f}"
+    return f"{100 * share[0]:.1f}{error} %"
 
 
 def with_error(score: Values | None) -> str | None:

@@ -142,21 +142,6 @@ def curve_plot(curve: Values) -> Any:
     return _with_legend(figure, axes)
 
 
-def draw_comparison(rows: list[Values]) -> Any:
-    """Perplexity against the parameters that work on a token, a point for each row."""
-    by_method, looks = dict[str, list[Any]](), [(m, c) for m in "os^DvPX*" for c in COLOURS]
-    for row in rows:
-        by_method.setdefault(row["value"], []).append((row["parameters"] / 1e6, row["perplexity"]))
-    with _styled():
-        figure = _figure(4.4 + 0.09 * len(by_method))  # the legend is above
-        axes = figure.subplots()
-        for (method, points), (mark, colour) in zip(by_method.items(), looks, strict=False):
-            axes.plot(*zip(*points, strict=True), mark, color=colour, alpha=0.8, label=method)
-        _log_axis(axes.yaxis)
-        axes.set(xlabel="parameters that work on a token, millions", ylabel="perplexity (log)")
-        return _with_legend(figure, axes, columns=2)
-
-
 def utilisation_plot(analysis: Values) -> Any:
     """Share of the tokens that run each expert, layer by layer, the busiest expert first."""
     values = analysis["values"]
@@ -165,21 +150,6 @@ def utilisation_plot(analysis: Values) -> Any:
     axes = _map(figure, shares, "tokens that run it, %", aspect="auto")
     _layers(axes.yaxis, values["layers"])
     axes.set(xlabel="expert rank in its layer, busiest first", ylabel="layer")
-    return figure
-
-
-def overlap_plot(analysis: Values) -> Any:
-    """Routing overlap of each pair of layers; the diagonal, which is always 1, is left blank."""
-    import numpy as np
-
-    values, figure = analysis["values"], _figure(3.8)
-    cells = np.array(values["similarity_LL"])
-    np.fill_diagonal(cells, np.nan)
-    most = np.nanmax(cells, initial=0.05)
-    axes = _map(figure, cells, "routing shared above chance (1: all)", vmax=most)
-    for axis in (axes.xaxis, axes.yaxis):
-        _layers(axis, values["layers"])
-    axes.set(xlabel="layer", ylabel="layer")
     return figure
 
 
@@ -209,7 +179,6 @@ def scatter_plot(analysis: Values) -> Any:
 PLOTS: dict[str, tuple[str, Callable[[Values], Any]]] = {
     "active_experts": ("curve", curve_plot),
     "expert_utilisation": ("analysis/expert_utilisation", utilisation_plot),
-    "routing_overlap": ("analysis/routing_overlap", overlap_plot),
     "expert_outputs_tsne": ("analysis/expert_outputs_tsne", scatter_plot),
 }
 """Plots by name: the file in `6_evaluate` that each shows, without `.json`, and its function."""

@@ -171,14 +171,15 @@ def _origins(run: RunResults, results: Values) -> Blocks:
 def _missing(run: RunResults, results: Values) -> Blocks:
     """Measurements that are missing, each with the command that makes it."""
     folder, dense, split = str(run.folder), run.dense_model, Granularity.of(results["granularity"])
-    text = ["--text", "HELD_OUT.txt", "--out", f"{folder}/6_evaluate"]
+    out = ["--out", f"{folder}/6_evaluate"]
+    text, asked = ["--text", "HELD_OUT.txt", *out], ["--generate", "64", "--prompts", "PROMPT"]
     evaluate = ["dotmoe", "evaluate", folder]
     beside = [*evaluate, "--against", dense]
     wanted = {
         "against": ("benchmark tasks, this model and the dense one", [*beside, "--tasks", "paper"]),
         "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
         "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
-        "generation": ("what both write after a prompt", [*beside, "--generate", "64", *text]),
+        "generation": ("what both write after a prompt", [*beside, *asked, *out]),
         "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", folder]),
         "bench": ("speed and memory, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
     }
@@ -212,7 +213,6 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Size", "results", _size),
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _analysis),
-    ("Which layers route alike", "analysis/routing_overlap", _analysis),
     ("Outputs of the experts", "analysis/expert_outputs_tsne", _analysis),
     ("Which layers cost most", "analysis/layer_sensitivity", _analysis),
     ("Alignment", "", lambda run, _: _training("alignment", run)),

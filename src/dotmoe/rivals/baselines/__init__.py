@@ -24,7 +24,7 @@ from dotmoe.models.family import DenseModel
 from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
 from dotmoe.rivals.baselines.contract import LayerSplit, Own, gated
 from dotmoe.rivals.baselines.contract import SplitInputs as SplitInputs
-from dotmoe.rivals.baselines.controls import by_energy, dealt, static_pruning
+from dotmoe.rivals.baselines.controls import dealt, static_pruning
 from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates, expert_weaver
 from dotmoe.rivals.baselines.llama_moe_v2 import llama_moe_v2
 from dotmoe.rivals.baselines.lte import above_threshold, lte
@@ -51,7 +51,6 @@ class Method(NamedTuple):
 METHODS = {
     "random_split": Method(partial(dealt, at_random=True), of_any_units=True),
     "contiguous_split": Method(partial(dealt, at_random=False), of_any_units=True),
-    "by_energy": Method(by_energy),
     "static_pruning": Method(static_pruning, has_shared_expert=True, is_static=True),
     "weight_clusters": Method(weight_clusters, own=by_predictor),
     "co_activation": Method(co_activation, own=by_predictor),

@@ -1,4 +1,4 @@
-"""Controls that show what the choice of experts is worth: random, as stored, by energy, static.
+"""Controls that show what the choice of experts is worth: random, as stored, static.
 
 `random_split` is LLaMA-MoE v1's independent random split: every neuron gets one label, every label
 equally often, in random order. Different here: each layer's order has its own seed; the random
@@ -7,10 +7,6 @@ router is one linear map, not the two-layer gate with noise, which no stock arch
 `contiguous_split` makes each expert of s consecutive neurons in stored order, as LLaMA-MoE v2's
 instructions do by default. Different here: random router entries are normal instead of
 Kaiming-uniform, and our plain sum needs no scale factor.
-
-`by_energy` is as near to static pruning as experts of equal size come: the first expert holds the
-neurons that contribute most on average, and a router row is the mean energy of its expert times the
-mean input, so that almost always the same experts run.
 
 `static_pruning` keeps the neurons of largest mean energy, as many as a conversion runs for a token,
 and leaves all others out: every expert runs for every token. Compare it to see what routing adds.
@@ -21,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from dotmoe.method.layout import ALWAYS_ON, DROPPED
-from dotmoe.rivals.baselines.contract import LayerSplit, SplitInputs, means
+from dotmoe.rivals.baselines.contract import LayerSplit, SplitInputs
 
 
 def dealt(inputs: SplitInputs, *, at_random: bool) -> Iterator[LayerSplit]:
@@ -33,16 +29,6 @@ def dealt(inputs: SplitInputs, *, at_random: bool) -> Iterator[LayerSplit]:
         # Normal entries; their common scale changes no routing.
         router_ED = torch.randn(split.num_experts, layer.x_TD.shape[1], generator=generator)
         yield LayerSplit(layer, order_N // split.expert_size, router_ED.to(layer.x_TD.device))
-
-
-def by_energy(inputs: SplitInputs) -> Iterator[LayerSplit]:
-    """Split every layer into experts of decreasing mean energy."""
-    split = inputs.granularity
-    for layer in inputs.layers():
-        energy_N = layer.energy().mean(dim=0)
-        expert_N = energy_N.argsort(descending=True).argsort() // split.expert_size
-        mean_energy_E1 = means(energy_N[:, None], expert_N, split.num_experts)
-        yield LayerSplit(layer, expert_N, mean_energy_E1 * layer.x_TD.mean(dim=0))
 
 
 def static_pruning(inputs: SplitInputs) -> Iterator[LayerSplit]:

@@ -16,7 +16,6 @@ the kept ones', and for rows the same with G; both are computed from the same we
 """
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from dotmoe.common.distributed import memory_of
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import no_update
-from dotmoe.common.tables import in_bytes, in_time
+from dotmoe.common.tables import in_bytes
 from dotmoe.models.family import DenseModel
 from dotmoe.rivals.pruning.contract import (
     Pruned,
@@ -107,8 +106,6 @@ def _in_shots(
     def removed(bound: float) -> int:
         return total - sum(map(math.prod, left(bound)))
 
-    if inputs.excess > 0:
-        inputs.log(_estimate(inputs, costs_of))
     for shot in range(SHOTS if inputs.excess > 0 else 0):
         factors, costs = curvature(inputs), list[Tensor]()
         for each, pair, (columns_I, rows_O) in zip(maps, factors, above(bound), strict=True):
@@ -128,19 +125,6 @@ def _in_shots(
                 each.bias.copy_(new_OI[:, -1])
         inputs.on_progress(shot + 1, SHOTS)
     return Pruned(removed(bound), {"columns_and_rows": left(bound)})
-
-
-def _estimate(inputs: PruneInputs, costs_of: Callable[[Tensor, Pair], Pair]) -> str:
-    """Estimated work and time of all shots, from one window; updates count as much as costs."""
-    times, windows = [time.monotonic()], inputs.tokens_BT
-    factors = curvature(replace(inputs, tokens_BT=windows[:1]))
-    times.append(time.monotonic())
-    for each, pair in zip(linears_of(inputs.layers), factors, strict=True):
-        costs_of(*_in_float64(each, pair))
-    times.append(time.monotonic())
-    seconds = SHOTS * (len(windows) * (times[1] - times[0]) + 2 * (times[2] - times[1]))
-    work = f"curvature computed {SHOTS} times on {windows.numel():,} tokens"
-    return f"{work}, about {in_time(seconds / 3_600)}"
 
 
 def require_memory(dense: DenseModel, device: torch.device) -> None:

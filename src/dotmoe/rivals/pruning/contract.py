@@ -31,8 +31,6 @@ class PruneInputs:
     steps: int = 0
     seed: int = 0
     on_progress: Update = no_update
-    log: Callable[[str], None] = lambda text: None
-    """Shows the user a line of text."""
 
     @property
     def layers(self) -> nn.ModuleList:
