@@ -46,10 +46,22 @@ FORMATS_OF = {
 """Formats that can hold a plain model of each family, that of `--format auto` first."""
 _KIN = ("internlm3", "iquestcoder", "cwm", "ministral")
 FORMATS_OF_KIN = dict.fromkeys(_KIN, ("glm4_moe", "mixtral"))
-FORMATS_OF_KIN["seed_oss"] = ("glm4_moe",)
+FORMATS_OF_KIN |= {"seed_oss": ("glm4_moe",), "ministral3": ("glm4_moe", "mixtral")}
+FORMATS_OF_KIN["qwen3_5_text"] = ("qwen3_5_moe_text",)
 """The same of families that differ from one of those in their config alone; heads have a width of
 their own."""
-REQUIRED = {"ministral": {"head_dim": 24}, "glm4": {"head_dim": 16}}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+_YARN |= {"original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0}
+REQUIRED = {
+    **{"ministral": {"head_dim": 24}, "glm4": {"head_dim": 16}, "gemma": {"head_dim": 16}},
+    **{"gemma2": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16}},
+    "ministral3": {"head_dim": 24, "rope_parameters": _YARN},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        **{"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    },
+}
 """Entries of a config without which a stock class makes no tiny model."""
 GRANITE_FACTORS = {
     "embedding_multiplier": 3.0,

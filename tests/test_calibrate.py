@@ -159,7 +159,7 @@ def test_contributions_are_the_sizes_of_the_neurons_terms(dense_of, tokens_BT):
     torch.testing.assert_close(terms_ND.sum(dim=0), mlp(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "granite", "gemma3_text"])
 def test_a_layers_error_is_what_pruning_it_takes_from_the_stock_models_stream(
     family, dense_of, tokens_BT
 ):

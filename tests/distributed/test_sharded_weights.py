@@ -26,8 +26,7 @@ def line_of_one():
 
 
 def loaded(folder, mesh, dtype=torch.float32):
-    dense = describe_dense(str(folder))
-    return dense.family, load_sharded(dense, mesh, CPU, dtype)
+    return load_sharded(describe_dense(str(folder)), mesh, CPU, dtype)
 
 
 @pytest.mark.parametrize(("family_name", "tied"), [*product(FAMILIES, [False]), ("llama", True)])
@@ -35,22 +34,22 @@ def test_a_sharded_model_computes_what_transformers_does(
     family_name, tied, tiny_dense, line_of_one
 ):
     folder = tiny_dense(family_name, tied=tied)
-    family, model = loaded(folder, line_of_one)
+    model = loaded(folder, line_of_one)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert not any(parameter.requires_grad for parameter in model.parameters())
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for _ in range(2):
-        hidden = family.trunk(model)(input_ids=TOKENS, use_cache=False).last_hidden_state
+        hidden = model.model(input_ids=TOKENS, use_cache=False).last_hidden_state
         expected = stock.model(input_ids=TOKENS).last_hidden_state
         assert torch.equal(hidden, expected)
-    assert torch.equal(full_tensor(family.head(model).weight), stock.lm_head.weight)
-    assert family.head(model).weight is model.get_input_embeddings().weight or not tied
+    assert torch.equal(full_tensor(model.lm_head.weight), stock.lm_head.weight)
+    assert model.lm_head.weight is model.get_input_embeddings().weight or not tied
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_are_held_in_the_dtype_asked_for(dtype, tiny_dense, line_of_one):
     folder = tiny_dense("llama", dtype="bfloat16")
-    _, model = loaded(folder, line_of_one, dtype)
+    model = loaded(folder, line_of_one, dtype)
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     for one, other in zip(model.parameters(), stock.parameters(), strict=True):
         assert one.dtype == dtype

@@ -26,6 +26,7 @@ from dotmoe.run.config import QuickstartConfig
 from runs import Forked, TinyRun
 
 TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.is_own}
+TWINS["qwen3_5_text"] = "Qwen3_5MoeForCausalLM"
 TWINS |= {"granite": "GraniteMoeForCausalLM", "olmo2": "FlexOlmoForCausalLM"}
 
 

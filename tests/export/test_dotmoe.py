@@ -21,7 +21,12 @@ OWN = {
     "olmo3": TYPES,
     "exaone4": TYPES,
     "glm4": {"num_hidden_layers": 3, "head_dim": 16},
+    "gemma2": TYPES | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
     "gemma3_text": TYPES | {"head_dim": 24, "tied": True},
+    "cohere2": TYPES | {"logit_scale": 0.25, "tied": True},
+    "hunyuan_v1_dense": {},
+    "ministral3": {},
+    "qwen3_5_text": {},
 }
 """Families whose decoder no stock MoE has: rope, windows and norms differ by layer."""
 SPLITS = ({}, {"shared_size": 24, "dense_layers": 1, "num_experts": 9})
@@ -37,7 +42,7 @@ def test_it_computes_the_masked_model_with_and_without_a_cache(
     family, split, dense_of, exported, tokens_BT
 ):
     dense, rows = dense_of(family, **OWN[family]), tokens_BT[:2, :40]
-    made = exported(dense, split)
+    made = exported(dense, split, format="dotmoe")
     assert (made.record.format, made.record.problems) == ("dotmoe", [])
     assert "Only Transformers can load it" in made.record.notes[0]
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32).eval()
@@ -96,7 +101,7 @@ def test_it_holds_stock_families_if_asked_and_other_formats_say_why_not(
     close(stock_logits(made.folder, tokens_BT), masked_logits(made.dense, made.layout, tokens_BT))
     dense = dense_of("olmo3", **OWN["olmo3"])
     split = Granularity(num_experts=12, expert_size=8, active_experts=3)
-    with pytest.raises(UserError, match=r"computes as olmo3.*--format dotmoe"):
+    with pytest.raises(UserError, match=r"decoder of olmo3.*can hold it: dotmoe"):
         require_exportable(dense, split, ExportConfig(format="glm4_moe"))
     heads = replace(split, num_experts=4, expert_size=1, target="attention")
     with pytest.raises(UserError, match="Set targets to ffn"):

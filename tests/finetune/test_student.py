@@ -16,8 +16,8 @@ from dotmoe.method.router import router_losses
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import load_dense
+from dotmoe.models.scoring import hidden_states
 from dotmoe.training.loop import train
-from dotmoe.training.losses import hidden_states
 from runs import weights_of
 
 PLAIN = FinetuneConfig(batch_size=4, micro_batch_size=4)
@@ -160,7 +160,7 @@ def test_routers_compute_in_their_dtype_and_are_trained_in_float32(
         ffn.router.register_forward_hook(
             lambda router, _, y: seen.append((router.weight_ED.dtype, y))
         )
-    student(lambda: hidden_states(student.dense, tokens_BT))
+    student(lambda: hidden_states(student.dense.model, tokens_BT))
     expected = torch.float32 if router_dtype == "float32" else torch.bfloat16
     for dtype, logits_TE in seen:
         assert (dtype, logits_TE.dtype) == (expected, torch.float32)
@@ -221,7 +221,8 @@ def test_adapters_are_disabled_in_the_teacher_and_merged_as_peft_computes_them(
     task, original = task_of(student, blocks, config), loaded(folder)
     with torch.no_grad():
         own = task.losses(tokens, None)["kl"]
-        teacher = hidden_states(original, tokens), original.model.lm_head.weight
+        hidden = hidden_states(original.model, tokens).flatten(0, 1)
+        teacher = hidden, original.model.lm_head.weight
         given = task.losses(tokens, teacher)["kl"]
         before = logits_of(student, tokens)
     torch.testing.assert_close(own, given, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -19,10 +20,13 @@ VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 PIXTRAL = {"vision_config": VISION | {"model_type": "pixtral"}, "image_token_index": 263}
 SIGLIP = {"vision_config": VISION, "image_token_index": 263, "mm_tokens_per_image": 1}
+QWEN = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 48}
+QWEN |= {"out_hidden_size": 64, "num_position_embeddings": 16}
 WRAPPERS = {
     "mistral3": ("mistral", PIXTRAL),
     "llava": ("llama", PIXTRAL),
     "gemma3": ("gemma3_text", SIGLIP),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": QWEN}),
 }
 """Wrappers: the text model in each, and the rest of its config."""
 
@@ -33,20 +37,19 @@ def whole(tiny_dense, tmp_path_factory):
 
     def make(kind, *, tied=False, renamed=False):
         folder, (text, rest) = tmp_path_factory.mktemp(kind), WRAPPERS[kind]
-        plain = tiny_dense(text, head_dim=16)
+        plain = tiny_dense(text, head_dim=32)
         shutil.copytree(plain, folder, dirs_exist_ok=True)
         config = {"text_config": json.loads((plain / "config.json").read_text()), **rest}
         config = AutoConfig.for_model(kind, **config, tie_word_embeddings=tied)
         torch.manual_seed(1)
         model = AutoModelForImageTextToText.from_config(config).eval()
         model.save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
         if renamed:  # as Transformers 4.5x names them
-            weights = load_file(folder / "model.safetensors")
-            save_file(
-                {new_name(name): weight for name, weight in weights.items()},
-                folder / "model.safetensors",
-                metadata={"format": "pt"},
-            )
+            weights = {new_name(name): weight for name, weight in weights.items()}
+        if kind == "qwen3_5":  # published ones have layers that predict more tokens
+            weights["mtp.fc.weight"] = torch.zeros(64, 128)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         return folder, model
 
     return make
@@ -60,8 +63,14 @@ def new_name(name):
     return f"model.language_model.{name.removeprefix('model.')}" if is_text else f"model.{name}"
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"renamed": True}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *product(WRAPPERS, [{}, {"tied": True}]),
+        *product([kind for kind in WRAPPERS if kind != "qwen3_5"], [{"renamed": True}]),
+    ],
+    ids=str,
+)
 def test_the_text_model_converts_alone(kind, options, whole, layout_of, tokens_BT, tmp_path):
     folder, model = whole(kind, **options)
     dense = load_dense(str(folder), LoadConfig(device="cpu", dtype="float32"))
@@ -71,9 +80,10 @@ def test_the_text_model_converts_alone(kind, options, whole, layout_of, tokens_B
     torch.testing.assert_close(logits_of(dense.model, tokens_BT), expected)
     layout = layout_of(dense)
     record = export(dense, layout, tmp_path / "out", GgufConfig(), tokens_BT)
-    assert record.format == ("dotmoe" if dense.traits.is_own else "glm4_moe")
-    left_out = "Text alone: multi_modal_projector, vision_tower of the checkpoint are left out."
-    assert left_out in record.notes
+    held = {"gemma3": "dotmoe", "qwen3_5": "qwen3_5_moe_text"}
+    assert record.format == held.get(kind, "glm4_moe")
+    others = "mtp, visual" if kind == "qwen3_5" else "multi_modal_projector, vision_tower"
+    assert f"Text alone: {others} of the checkpoint are left out." in record.notes
     logits = stock_logits(tmp_path / "out", tokens_BT)
     assert relative_error(logits, masked_logits(dense, layout, tokens_BT)) < 3e-3
 

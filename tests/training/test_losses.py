@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dotmoe.models.family import Readout
 from dotmoe.training import losses
 from dotmoe.training.losses import IGNORED, distillation_loss, next_token_labels
 
@@ -21,7 +22,10 @@ def tensors():
 
 @pytest.mark.parametrize("has_teacher", [True, False])
 @pytest.mark.parametrize("head_is_trained", [True, False])
-def test_losses_and_gradients_equal_those_on_full_logits(has_teacher, head_is_trained, monkeypatch):
+@pytest.mark.parametrize("readout", [Readout(), Readout(0.4), Readout(1.5, cap=2.0)], ids=str)
+def test_losses_and_gradients_equal_those_on_full_logits(
+    has_teacher, head_is_trained, readout, monkeypatch
+):
     monkeypatch.setattr(losses, "MAX_CHUNK_ELEMENTS", 3 * V)  # four chunks, the last partial
     student, teacher, teacher_head, labels = tensors()
     head = teacher_head
@@ -29,11 +33,14 @@ def test_losses_and_gradients_equal_those_on_full_logits(has_teacher, head_is_tr
         head = (head + 0.3 * torch.randn(V, D, dtype=torch.float64)).requires_grad_()
     kl_weight = 2.0 if has_teacher else 0.0
     found = distillation_loss(
-        student, (teacher, teacher_head) if has_teacher else None, head, labels,
+        student, (teacher, teacher_head) if has_teacher else None, head, labels, readout,
         kl_weight=kl_weight, ce_weight=0.7,
     )  # fmt: skip
     (found[0] * 3).backward()
-    logits, target = student @ head.T, teacher @ teacher_head.T
+    logits, target = (
+        z * readout.factor if readout.cap is None else torch.tanh(z * readout.factor / 2.0) * 2.0
+        for z in (student @ head.T, teacher @ teacher_head.T)
+    )
     kl = F.kl_div(
         logits.log_softmax(1), target.log_softmax(1), log_target=True, reduction="batchmean"
     )

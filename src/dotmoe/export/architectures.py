@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_names, shared_experts
 from dotmoe.export.parameters import count_parameters
-from dotmoe.export.transformers_format import GATES, TransformersFormat
+from dotmoe.export.transformers_format import GATES, TransformersFormat, config_of_dense
 from dotmoe.method.granularity import Granularity, parts_of
 from dotmoe.models import modeling_dotmoe
 from dotmoe.models.family import DenseModel, head_dim
@@ -97,9 +97,9 @@ class _Qwen3Moe(TransformersFormat):
     """Qwen3-MoE, the native twin of Qwen3."""
 
     name = "qwen3_moe"
-    servers = _EVERYWHERE
+    servers: tuple[str, ...] = _EVERYWHERE
     supports: tuple[str, ...] = ("qkvo biases", "its own head_dim", "dense layers")
-    requires = ("query norms: head",)
+    requires: tuple[str, ...] = ("query norms: head",)
     constants: ClassVar = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -112,15 +112,12 @@ class _Qwen3Moe(TransformersFormat):
 
 
 class _Qwen2Moe(_Qwen3Moe):
-    """Qwen2-MoE, the native twin of Qwen2: softmax over all experts, not renormalised.
-
-    k can be edited. llama.cpp never renormalises here, whatever the config states.
-    """
+    """Qwen2-MoE, the native twin of Qwen2: softmax over all experts, not renormalised."""
 
     name = "qwen2_moe"
     gating = Gating(renormalised=False)
-    supports = ("a shared expert", "dense layers")
-    requires = ("qkv biases",)
+    supports: tuple[str, ...] = ("a shared expert", "dense layers")
+    requires: tuple[str, ...] = ("qkv biases",)
     active_experts_editable = True
     block_error = 8e-3
     constants: ClassVar = {**_Qwen3Moe.constants, "norm_topk_prob": False, "qkv_bias": True}
@@ -138,11 +135,21 @@ class _Qwen2Moe(_Qwen3Moe):
         yield from conversion.projections(layer, shared_S, f"{name}.{{}}_proj.weight", 2.0, size)
 
 
-class _GraniteMoe(TransformersFormat):
-    """GraniteMoe, the native twin of Granite 3; GraniteMoeShared if there is a shared expert.
+class _Qwen35Moe(_Qwen2Moe):
+    """The text model of Qwen3.5-MoE, the native twin of Qwen3.5: linear and gated attention."""
 
-    Experts are chosen by their logits and weighted by a softmax over the chosen experts' logits.
-    """
+    name = "qwen3_5_moe_text"
+    twin_of = "qwen3_5_text"
+    servers = ("Transformers",)
+    gating = Gating()
+    supports = ("a shared expert",)
+    requires = ()
+    active_experts_editable = False
+    constants: ClassVar = {}
+
+
+class _GraniteMoe(TransformersFormat):
+    """GraniteMoe, the native twin of Granite 3; GraniteMoeShared if there is a shared expert."""
 
     name = "granitemoe"
     gating = Gating(score="softmax_of_chosen")
@@ -219,13 +226,11 @@ class _DotMoe(TransformersFormat):
 
     def notes(self, conversion: Conversion) -> list[str]:
         has_heads = conversion.layout.granularity.targets != "ffn"
-        lacking = "attention in which only some heads run" if has_heads else "such decoder"
         cache = "All keys and values are computed: the KV cache is as large as the dense model's."
         return [
-            f"Only Transformers can load it: vLLM, SGLang and llama.cpp have no {lacking}. "
-            f"`import {modeling_dotmoe.__name__}` registers it with "
-            "Transformers; without dotmoe, give from_pretrained trust_remote_code=True, which runs "
-            f"{CODE.name} from this folder.",
+            "Only Transformers can load it: vLLM, SGLang and llama.cpp have no such decoder. "
+            f"`import {modeling_dotmoe.__name__}` registers it; without dotmoe, give "
+            f"from_pretrained trust_remote_code=True, which runs {CODE.name} from this folder.",
             *[cache] * has_heads,
             *Format.notes(self, conversion),
         ]
@@ -233,9 +238,7 @@ class _DotMoe(TransformersFormat):
     def header(self, conversion: Conversion) -> dict[str, Any]:
         dense, layout = conversion.dense, conversion.layout
         ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
-        values: dict[str, Any] = dense.config.to_dict()
-        for key in ("transformers_version", "_name_or_path", "id2label", "label2id"):
-            values.pop(key, None)
+        values = config_of_dense(dense)
         family = values.pop("model_type")
         return values | {
             "architectures": ["DotMoeForCausalLM"],
@@ -328,6 +331,7 @@ class _DotMoe(TransformersFormat):
         return cast(Tensor, block.get_submodule("router")(x_TD))
 
 
-_MADE = (_Glm4Moe(), _Mixtral(), _Qwen2Moe(), _Qwen3Moe(), _GraniteMoe(), _FlexOlmo(), _DotMoe())
+_STOCK = (_Glm4Moe, _Mixtral, _Qwen2Moe, _Qwen3Moe, _Qwen35Moe, _GraniteMoe, _FlexOlmo)
+_MADE = (*(form() for form in _STOCK), _DotMoe())
 FORMATS: dict[str, TransformersFormat] = {form.name: form for form in _MADE}
 """Formats in order of preference: the first that can hold a model is its default."""

@@ -53,7 +53,8 @@ def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dt
     refusals = {each: form.unsupported(dense, split, dtype) for each, form in forms.items()}
     able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
     able.sort(key=lambda each: (each == OWN, -forms[each].context(dense)))
-    may_be_own = dense.traits.is_own or split.targets != "ffn"
+    has_twin = any(form.twin_of == dense.config.model_type for form in forms.values())
+    may_be_own = split.targets != "ffn" or (dense.traits.is_own and not has_twin)
     taken = [each for each in able if each != OWN or may_be_own]
     plain = replace(split, expert_size=64, shared_size=0, first_dense_layers=0)
     native = [n for n in forms if refusals[n] and not forms[n].unsupported(dense, plain, dtype)]

@@ -11,10 +11,10 @@ class ExportConfig:
     """Options of an export and its verification."""
 
     format: str = "auto"
-    """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
-    or auto: the first of these that can hold the model in its whole context. Experts made of
-    heads, and families whose decoder no stock MoE has, need format dotmoe, which only Transformers
-    runs, with code that the export contains.
+    """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, qwen3_5_moe_text,
+    granitemoe, flex_olmo, or auto: the first of these that can hold the model in its whole context.
+    Experts made of heads, and families whose decoder no stock MoE has, need format dotmoe, which
+    only Transformers runs, with code that the export contains.
     From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the written weights. `source` keeps every dense tensor's own dtype, bit for bit, but

@@ -218,11 +218,10 @@ def yarn_notes(config: Any) -> list[str]:
     if rope["rope_type"] != "yarn":
         return []
     reach = int(rope["factor"] * rope["original_max_position_embeddings"])
-    note = (
+    return [
         f"YaRN reaches {reach:,} tokens, but max_position_embeddings is {stated:,}, which is the "
         "context of the export, too. For longer texts, set it in the dense model's config.json."
-    )
-    return [note] * (stated < reach)
+    ] * (stated < reach)
 
 
 class Format(ABC):
@@ -245,18 +244,22 @@ class Format(ABC):
     """Whether k may be changed after export."""
     gating: Gating = Gating()
     writes_tied_head: bool = True
+    twin_of: str | None = None
+    """The only family that it holds, one with a decoder of its own; None: any of LLaMA's form."""
     splits: bool = True
     """Whether FFNs become experts; if not, the format stores the dense model as it is."""
 
     def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         """One sentence that states why this split cannot be exported exactly, or None."""
         traits, config = dense.traits, dense.config
-        if traits.is_own:
-            return f"No stock MoE computes as {config.model_type} does. Choose --format dotmoe."
+        is_twin = self.twin_of == config.model_type
+        if (self.twin_of or traits.is_own) and not is_twin:
+            kind = config.model_type
+            return f"{dense.source} has the decoder of {kind}, which {self.name} cannot hold."
         biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias
         rope = rope_of(config)["rope_type"]
         usual_width = config.hidden_size // config.num_attention_heads
-        features = {
+        of_decoder = {
             f"{biases} biases": biases,
             f"query norms: {traits.qk_norm}": traits.qk_norm != "none",
             "norms after attention": traits.norms_after,
@@ -265,16 +268,14 @@ class Format(ABC):
             "partly rotated heads": traits.rotated != 1,
             traits.activation: traits.activation != SILU.name,
             f"rope_type {rope}": rope not in self.rope_types,
+        }
+        features = ({} if is_twin else of_decoder) | {
             "experts made of heads": split.targets != "ffn",
             "a shared expert": split.shared_size,
             "dense layers": split.first_dense_layers,
         }
         present = {name for name, is_present in features.items() if is_present}
-        # The first in the order above; what a decoder of its own has besides says little.
-        missing = [
-            name for name in features if name in present.difference(self.supports, self.requires)
-        ]
-        for name in missing[:1] if traits.is_own else sorted(missing):
+        for name in sorted(present.difference(self.supports, self.requires)):
             return f"{dense.source} has {name}, which {self.name} cannot hold."
         for name in sorted(set(self.requires) - present):
             return f"{dense.source} has no {name}, which {self.name} requires."
@@ -292,17 +293,17 @@ class Format(ABC):
     def context(self, dense: DenseModel) -> int:
         """Longest context in which the export computes what the dense model does, in tokens."""
         context, traits = dense.widths.context, dense.traits
-        if traits.sliding_window is None or (self.supports_window and traits.all_slide):
+        if self.twin_of:
             return context
-        return min(traits.sliding_window, context)
+        window = None if self.supports_window and traits.all_slide else traits.sliding_window
+        return min(context, window or context, traits.scaled_from or context)
 
     def notes(self, conversion: Conversion) -> list[str]:
         """What a user of the exported model must know, one sentence each."""
         context, whole = self.context(conversion.dense), conversion.dense.widths.context
         note = (
-            f"The dense model attends in a sliding window of {context} tokens, which "
-            f"{self.name} does not support: the context is lowered from {whole} to the window, up "
-            "to which both compute the same."
+            f"Beyond {context} tokens the dense model has a sliding window or scales its queries, "
+            f"which {self.name} does not: the context is lowered from {whole} to {context}."
         )
         left_out = (name.removeprefix("model.") for name in conversion.tensors.left_out)
         others = sorted({name.partition(".")[0] for name in left_out})

@@ -56,7 +56,7 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
     total, width = num_parameters(model), config.hidden_size
     ffn_total = 3 * width * config.intermediate_size * config.num_hidden_layers
     embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    head = total - num_parameters(family.trunk(model))
+    head = total - num_parameters(model.get_submodule("model"))
     of_a_query = 0 if traits.qk_norm == "full" else width + traits.qkv_bias
     of_a_unit = {"ffn": 3 * width, "attention": traits.head_dim * (width + of_a_query)}
     whole, idle = {"ffn": 0, "attention": 0}, {"ffn": 0, "attention": 0}

@@ -21,6 +21,7 @@ from dotmoe.method.masked import masked_by
 from dotmoe.method.router import router_logits
 from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.hooks import input_hooks
+from dotmoe.models.scoring import hidden_states
 
 LOG2_SCALED_STD = -10.7
 """Target of log2(std(logits) 2^-p)."""
@@ -201,7 +202,7 @@ def at_routers(
     with torch.no_grad(), masked_by(dense, layout):
         blocks = {layer: TARGETS[target].block(layers[layer]) for layer in layout.moe_layers}
         with input_hooks(blocks, lambda layer, x: look(layer, x.flatten(0, -2))):
-            dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
+            hidden_states(dense.model, tokens_BT)
 
 
 def largest_share(expected: float, num_tokens: int) -> float:
@@ -238,8 +239,7 @@ def routing_problems(scales: Sequence[Mapping[str, Any]], num_tokens: int) -> li
 def routing_notes(scales: Sequence[Mapping[str, Any]]) -> list[str]:
     """A note for users if the first token of every text is at a near-tie."""
     tied = ", ".join(str(scale["layer"]) for scale in scales if scale["first_token_is_tied"])
-    note = (
+    return [
         f"The first token of every text is at a near-tie in layer {tied}: runtimes may send it to "
         "different experts; perplexity and generated text then differ between runtimes."
-    )
-    return [note] if tied else []
+    ] * bool(tied)

@@ -5,11 +5,10 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, count, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from dotmoe.common.files import require_finite, require_free, write_json
@@ -74,11 +73,8 @@ class TransformersFormat(Reloadable):
     """Key of config.json for the expert size."""
     constants: ClassVar[dict[str, Any]] = {}
     """Additional constant entries of config.json."""
-    block_name: str = "mlp"
     stored_block: str = "mlp"
     """Name of the FFN block in the files."""
-    router_name: str = "gate"
-    """Name of the router in the block; called with [T, D], it returns the chosen experts last."""
     router_weight: str = "weight"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's projections (gate, up, down) in the files."""
@@ -129,20 +125,9 @@ class TransformersFormat(Reloadable):
 
     def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
         """Content of config.json, with old and new keys of rotary settings and dtype."""
-        traits = dense.traits
-        rope = {key: each for key, each in dense.config.rope_parameters.items() if key != "type"}
-        theta = rope.pop("rope_theta")
-        config = {
+        of_experts = {
             "architectures": [CLASSES[self.name]],
             "model_type": self.name,
-            **{key: getattr(dense.config, key, None) for key in _COPIED},
-            "hidden_act": "silu",
-            "intermediate_size": dense.widths.ffn,
-            "head_dim": traits.head_dim,
-            "max_position_embeddings": self.context(dense),
-            "rope_theta": theta,
-            "rope_scaling": None if rope["rope_type"] == "default" else dict(rope),
-            "rope_parameters": {**rope, "rope_theta": theta},
             "tie_word_embeddings": False,
             "torch_dtype": dtype,
             "dtype": dtype,
@@ -151,6 +136,22 @@ class TransformersFormat(Reloadable):
             self.size_key: split.expert_size,
             "output_router_logits": False,
             **self.constants,
+        }
+        if self.twin_of:
+            return config_of_dense(dense) | of_experts
+        traits = dense.traits
+        rope = {key: each for key, each in dense.config.rope_parameters.items() if key != "type"}
+        theta = rope.pop("rope_theta")
+        config = {
+            **{key: getattr(dense.config, key, None) for key in _COPIED},
+            "hidden_act": "silu",
+            "intermediate_size": dense.widths.ffn,
+            "head_dim": traits.head_dim,
+            "max_position_embeddings": self.context(dense),
+            "rope_theta": theta,
+            "rope_scaling": None if rope["rope_type"] == "default" else dict(rope),
+            "rope_parameters": {**rope, "rope_theta": theta},
+            **of_experts,
         }
         if rope["rope_type"] == "longrope":  # Transformers 4.5x reads it at the top level alone
             key = "original_max_position_embeddings"
@@ -190,22 +191,11 @@ class TransformersFormat(Reloadable):
         conversion.tensors.forget()
         return files
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The FFN blocks of a reloaded model, by layer; each maps [B, T, D] to [B, T, D]."""
-        layers = cast(nn.ModuleList, model.get_submodule("model.layers"))
-        return [layer.get_submodule(self.block_name) for layer in layers]
 
-    def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
-        return [(block, block) for block in self.blocks(model)]
-
-    def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
-        return cast(Tensor, block.get_submodule(self.router_name)(x_TD)[2])
-
-    def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
-        setattr(cast(Any, model).config, self.active_experts_key, active_experts)
-        blocks = self.blocks(model)
-        for layer in layers:
-            cast(Any, blocks[layer].get_submodule(self.router_name)).top_k = active_experts
+def config_of_dense(dense: DenseModel) -> dict[str, Any]:
+    """Content of a dense model's config.json, without what it says of its file."""
+    left_out = ("transformers_version", "_name_or_path", "id2label", "label2id")
+    return {key: each for key, each in dense.config.to_dict().items() if key not in left_out}
 
 
 def limits_met(config: Mapping[str, Any]) -> list[str]:

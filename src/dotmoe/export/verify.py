@@ -4,12 +4,11 @@ Both compute in float32 from the written weights. Metrics are quantiles over tok
 which every language model has, are counted and left out of the metrics of a block.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,17 +44,29 @@ class Reloadable(Format):
     """Largest accepted median relative error of a block in float32. Random routers cause 3e-4, a
     real model's routers at k = E / 2 cause 1.5e-3."""
 
-    @abstractmethod
+    block_name: str = "mlp"
+    router_name: str = "gate"
+    """Name of the router in the block; called with [T, D], it returns the chosen experts last."""
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The FFN blocks of a reloaded model, by layer; each maps [B, T, D] to [B, T, D]."""
+        layers = cast(nn.ModuleList, model.get_submodule("model.layers"))
+        return [layer.get_submodule(self.block_name) for layer in layers]
+
     def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
         """For each layer, the module called with the router's input, and that with the output."""
+        return [(block, block) for block in self.blocks(model)]
 
-    @abstractmethod
     def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
         """Indices of the k experts that a reloaded block runs for each token, [T, K]."""
+        return cast(Tensor, block.get_submodule(self.router_name)(x_TD)[2])
 
-    @abstractmethod
     def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
         """Set k in the split layers of a reloaded model."""
+        setattr(cast(Any, model).config, self.active_experts_key, active_experts)
+        blocks = self.blocks(model)
+        for layer in layers:
+            cast(Any, blocks[layer].get_submodule(self.router_name)).top_k = active_experts
 
 
 @torch.no_grad()

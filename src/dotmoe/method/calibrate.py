@@ -91,10 +91,11 @@ def calibrate(
 def pruning_errors(dense: DenseModel, tokens_BT: Tensor, share: float) -> Float[Tensor, " L"]:
     """What each layer alone would lose if always the same `share` of its FFN neurons ran.
 
-    The neurons are those of largest mean energy. The loss is the square error of the FFN's output
-    as a share of the residual stream's square after the layer, at most 1, the mean over tokens. If
-    the model is sharded, every rank must call this.
+    The neurons are those of largest mean energy. The loss is the square error of what the FFN adds
+    to the residual stream, after its norm if one follows, as a share of the stream's square after
+    the layer, at most 1, the mean over tokens. If the model is sharded, every rank must call this.
     """
+    factor = dense.traits.multipliers.residual
     errors, inputs, stream = list[Tensor](), list[Tensor](), Stream(dense, tokens_BT)
     for index, layer in enumerate(dense.family.layers(dense.model)):
         inputs.clear()
@@ -102,10 +103,12 @@ def pruning_errors(dense: DenseModel, tokens_BT: Tensor, share: float) -> Float[
             stream.advance(index)
         with whole_weights(dense, index):
             ffn, x_TD = dense.family.ffn(layer), torch.cat([x.flatten(0, -2) for x in inputs])
-            hidden_TN = activations(ffn, x_TD)
-            energy_N = (hidden_TN.square().mean(0) * ffn.down.weight.float().square().sum(0)).cpu()
-            hidden_TN[:, energy_N.topk(round(share * len(energy_N))).indices] = 0
-            lost_TD = F.linear(hidden_TN, ffn.down.weight.float())
+            hidden_TN, down_DN = activations(ffn, x_TD), ffn.down.weight.float()
+            energy_N = (hidden_TN.square().mean(0) * down_DN.square().sum(0)).cpu()
+            norm = dense.family.norm_after(layer, TARGETS["ffn"])
+            added_TD = norm(F.linear(hidden_TN, down_DN))
+            hidden_TN[:, energy_N.argsort(descending=True)[round(share * len(energy_N)) :]] = 0
+            lost_TD = factor * (added_TD - norm(F.linear(hidden_TN, down_DN)))
         size_T = stream.hidden_BTD.flatten(0, 1).float().square().sum(1).clamp_min(_TINY)
         errors.append((lost_TD.square().sum(1).cpu() / size_T).clamp(max=1).mean())
     return torch.stack(errors)

@@ -34,12 +34,13 @@ from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
 from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import describe_dense, dtype_for, fill_own_rows, is_sharded, load_dense
+from dotmoe.models.scoring import hidden_states
 from dotmoe.models.tokenizer import copy_tokenizer
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import ParameterGroup, train
-from dotmoe.training.losses import Taught, head_of, hidden_states
+from dotmoe.training.losses import Taught, head_of
 
 MODEL, LAYOUT = "model", "layout.safetensors"
 """What the stage writes into its folder: a dense checkpoint and a layout."""
@@ -208,7 +209,8 @@ class Finetuning(Objective):
         if self.own_teacher is None:
             return None
         with torch.no_grad():
-            return hidden_states(self.own_teacher, tokens_BT), head_of(self.own_teacher)
+            hidden_BTD = hidden_states(self.own_teacher.model, tokens_BT)
+            return hidden_BTD.flatten(0, 1), head_of(self.own_teacher)
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
         """See `Objective`; one student call, so that FSDP gathers embedding and head only once."""

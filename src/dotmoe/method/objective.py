@@ -9,17 +9,12 @@ from dotmoe.common.distributed import num_ranks, rank, sum_over_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.method.config import ObjectiveConfig
 from dotmoe.method.router import dense_only, router_losses
-from dotmoe.models.family import DenseModel
+from dotmoe.models.family import DenseModel, readout_of
+from dotmoe.models.scoring import hidden_states
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.folder import Metrics
 from dotmoe.training.loop import named_range
-from dotmoe.training.losses import (
-    Taught,
-    distillation_loss,
-    head_of,
-    hidden_states,
-    next_token_labels,
-)
+from dotmoe.training.losses import Taught, distillation_loss, head_of, next_token_labels
 
 logger = logging.getLogger(__name__)
 
@@ -98,19 +93,20 @@ class Objective:
         if not self.config.kl_weight:
             return None
         with named_range("dense forward"), dense_only(), torch.no_grad():
-            return hidden_states(self.dense, tokens_BT), None
+            return hidden_states(self.dense.model, tokens_BT).flatten(0, 1), None
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
         """eq:total_loss of a micro-batch (`loss`) and its terms; router losses sum over targets."""
         config = self.config
         with named_range("student forward"), router_losses() as routers:
-            hidden_TD = hidden_states(self.dense, tokens_BT)
+            hidden_TD = hidden_states(self.dense.model, tokens_BT).flatten(0, 1)
         with named_range("head and losses"):
             total, kl, ce = distillation_loss(
                 hidden_TD,
                 taught,
                 head_of(self.dense),
                 next_token_labels(tokens_BT),
+                readout_of(self.dense.config),
                 kl_weight=0.0 if taught is None else config.kl_weight,
                 ce_weight=config.ce_weight,
             )

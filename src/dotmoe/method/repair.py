@@ -350,7 +350,7 @@ class _Streams:
         target, layer = TARGETS[masking.target], self._layers[index]
         ks = self._config.repair_active_experts or (masking.routing.active_experts,)
         is_ffn = target.name == "ffn"
-        norm, output = self._norm(index, target), target.output(layer)
+        norm, output = self._model.family.norm_after(layer, target), target.output(layer)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
         weight_BT = self._token_weights(dense_BTD)
         sizes = output.in_features, output.out_features, self._device
@@ -360,7 +360,7 @@ class _Streams:
         tap = output.register_forward_hook(
             lambda module, args, output: tapped.append((args[0].float(), output.float()))
         )
-        places = {0: target.block(layer), 1: self._after_attention(index)}
+        places = {0: target.block(layer)} | ({} if is_ffn else {1: self._after_attention(index)})
         with tap, input_hooks(places, seen.__setitem__):
             for k, part in product(ks, self._parts):
                 with with_active_experts(masking, k):
@@ -394,13 +394,6 @@ class _Streams:
             weight_T=weight_BT.flatten(),
             num_fitted=self._num_fitted * dense_BTD.shape[1],
         )
-
-    def _norm(self, index: int, target: Target) -> nn.Module:
-        """The norm (or identity) between a part and the stream, before a residual multiplier."""
-        norms_after, layer = self._traits.norms_after, self._layers[index]
-        ffn_norm, is_ffn = self._model.family.ffn_norm_after, target.name == "ffn"
-        name = ffn_norm if is_ffn else target.norm_after
-        return layer.get_submodule(name) if norms_after else nn.Identity()
 
     def _after_attention(self, index: int) -> nn.Module:
         """The module that is called with the stream between attention and FFN."""

@@ -41,7 +41,8 @@ TEXT_OF_WRAPPER = {
     r"^(?:model\.)?language_model\.(?=lm_head)": "",
 }
 """Prefixes that models of more than text give to the tensors of the text model in them."""
-_OF_TEXT = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
+_DRAFTS = re.compile(r"mtp\.")
+_AROUND_TEXT = re.compile(r"(?!model\.(embed_tokens|layers|norm)\.|lm_head\.)")
 
 
 def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
@@ -231,10 +232,9 @@ class Tensors:
         files = tensor_files(folder)
         prefix = "model." if EMBEDDING.removeprefix("model.") in files else ""
         named = {text_name(name): (path, name) for name, path in files.items()}
-        self.left_out: list[str] = []
-        """Names of the tensors around a text model: its vision tower and projector."""
-        if any(name != place[1] for name, place in named.items()):
-            self.left_out = sorted(named.keys() - set(filter(_OF_TEXT.match, named)))
+        """Names of the tensors around a text model: vision tower, projector, Qwen3.5's drafts."""
+        wrapped = any(name != place[1] for name, place in named.items())
+        self.left_out = sorted(filter((_AROUND_TEXT if wrapped else _DRAFTS).match, named))
         self._place = {
             (name if name == HEAD else prefix + name): place
             for name, place in named.items()

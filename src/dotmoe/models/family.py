@@ -54,6 +54,29 @@ GELU = Activation(
     partial(F.gelu, approximate="tanh"),
     partial(torch.ops.aten.gelu_backward, approximate="tanh"),
 )
+
+
+class Readout(NamedTuple):
+    """How logits follow from the product z of hidden states and head: cap tanh(factor z / cap)."""
+
+    factor: float = 1.0
+    """Factor of all logits, as in Granite and Cohere."""
+    cap: float | None = None
+    """Bound of a logit's size, as in Gemma; None: logits are factor z."""
+
+    def logits(self, product_TV: Tensor) -> Tensor:
+        """Logits in float32, [T, V]."""
+        logits_TV = product_TV.float() if self.factor == 1 else product_TV.float() * self.factor
+        return logits_TV if self.cap is None else torch.tanh(logits_TV / self.cap) * self.cap
+
+    def slope(self, logits_TV: Tensor) -> Tensor | float:
+        """d(logit)/dz: [T, V], or one number where it is the same everywhere."""
+        if self.cap is None:
+            return self.factor
+        return (logits_TV / self.cap).square().neg_().add_(1).mul_(self.factor)
+
+
+PLAIN = Readout()
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU}
 """Activation functions of gates, by their names in configs."""
 
@@ -78,6 +101,8 @@ class DecoderTraits:
     """Size of the attention window in tokens; None for full attention."""
     all_slide: bool = True
     """Whether all layers have the window, not some."""
+    scaled_from: int | None = None
+    """Position from which on queries are scaled, as in Ministral 3; None: none are."""
     activation: str = SILU.name
     """Name of the FFNs' activation function."""
     rotated: float = 1.0
@@ -140,10 +165,7 @@ class Family:
     def unsupported(self, config: Any) -> str | None:
         """Why this config cannot be converted exactly (with the remedy), or None."""
         if (name := activation_name(config)) not in ACTIVATIONS:
-            known = "SiLU or tanh GELU. Choose a SwiGLU or GeGLU model"
-            return f"hidden_act is {name!r}, not {known}."
-        if stated(config, "final_logit_softcapping") is not None:
-            return "final_logit_softcapping is set, which losses do not have. Choose another model."
+            return f"hidden_act is {name!r}, not SiLU or tanh GELU. Choose a SwiGLU or GeGLU model."
         if getattr(config, "mlp_bias", False):
             return "mlp_bias is true, but no stock MoE has it. Choose a model without it."
         return None
@@ -151,14 +173,17 @@ class Family:
     def traits(self, model: nn.Module) -> DecoderTraits:
         """Features of a stock model's decoder outside its FFNs; weights are not read."""
         config: Any = model.config
-        layer, width = self.layers(model)[0], head_dim(config)
+        layers, width = self.layers(model), head_dim(config)
+        attending = (layer for layer in layers if hasattr(layer, "self_attn"))
+        layer = next(attending, layers[0])  # of Qwen3.5 most have linear attention
         shapes = {name: weight.shape for name, weight in layer.named_parameters()}
         norm = shapes.get("self_attn.q_norm.weight", torch.Size())
         # Up to the window, full and sliding attention compute the same.
         kinds = stated(config, "layer_types") or ("sliding_attention",)
         window = stated(config, "sliding_window")
         attention = stated(config, "attention_multiplier")
-        frequencies = getattr(self.trunk(model).rotary_emb, "inv_freq", None)
+        frequencies = getattr(model.get_submodule("model.rotary_emb"), "inv_freq", None)
+        rope, first_context = rope_of(config), "original_max_position_embeddings"
         return DecoderTraits(
             head_dim=width,
             qkv_bias="self_attn.q_proj.bias" in shapes,
@@ -168,6 +193,7 @@ class Family:
             norms_after=hasattr(layer, self.ffn_norm_after),
             sliding_window=window if "sliding_attention" in kinds else None,
             all_slide="full_attention" not in kinds,
+            scaled_from=rope[first_context] if rope.get("llama_4_scaling_beta") else None,
             activation=ACTIVATIONS[activation_name(config)].name,
             rotated=1.0 if frequencies is None else 2 * len(frequencies) / width,
             multipliers=Multipliers(
@@ -193,17 +219,14 @@ class Family:
         fused = mlp.gate_up_proj
         return GatedFFN(Rows(fused, gate), Rows(fused, up), mlp.down_proj, activation)
 
+    def norm_after(self, layer: nn.Module, target: "Target") -> nn.Module:
+        """The norm (or identity) between a part and the stream, before a residual multiplier."""
+        name = self.ffn_norm_after if target.name == "ffn" else target.norm_after
+        return getattr(layer, name) if hasattr(layer, self.ffn_norm_after) else nn.Identity()
+
     def gain(self, norm: nn.Module) -> Tensor:
         """What an RMSNorm multiplies by, [D], float32."""
         return cast(Tensor, norm.weight).float() + self.norm_offset
-
-    def trunk(self, model: nn.Module) -> nn.Module:
-        """The module from token ids to the hidden states that the head reads."""
-        return model.get_submodule("model")
-
-    def head(self, model: nn.Module) -> nn.Linear:
-        """The output projection, without bias: logits = hidden @ weight.T."""
-        return cast(nn.Linear, model.get_submodule("lm_head"))
 
     def ffn_tensor(self, layer: int, projection: str) -> str:
         """Name of the `gate`, `up` or `down` weight of a layer, in LLaMA's form."""
@@ -232,26 +255,31 @@ class Family:
         return TensorPart(name)
 
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")} | _GATE_UP
 _LLAMA_LIKE = (
     *("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2"),
-    *("internlm3", "iquestcoder", "seed_oss", "cwm", "ministral"),
+    *("internlm3", "iquestcoder", "seed_oss", "cwm", "ministral", "ministral3"),
 )
 FAMILIES = {name: Family(model_type=name) for name in _LLAMA_LIKE}
 FAMILIES["phi3"] = Family(model_type="phi3", fused=_FUSED)
-FAMILIES |= {name: Family(model_type=name, is_own=True) for name in ("smollm3", "olmo3", "exaone4")}
+_OFFSETS = dict.fromkeys(("smollm3", "olmo3", "exaone4", "cohere2", "hunyuan_v1_dense"), 0.0)
+_OFFSETS |= dict.fromkeys(("gemma", "gemma2", "gemma3_text", "qwen3_5_text"), 1.0)
+FAMILIES |= {n: Family(model_type=n, is_own=True, norm_offset=x) for n, x in _OFFSETS.items()}
 FAMILIES["glm4"] = Family(
-    model_type="glm4",
-    is_own=True,
-    fused={"gate_up_proj": ("gate_proj", "up_proj")},
-    ffn_norm_after="post_mlp_layernorm",
+    model_type="glm4", is_own=True, fused=_GATE_UP, ffn_norm_after="post_mlp_layernorm"
 )
-FAMILIES["gemma3_text"] = Family(model_type="gemma3_text", is_own=True, norm_offset=1.0)
 
 
 def stated(config: Any, key: str, default: Any = None) -> Any:
     """Value of a key that the config's class declares; keys of other classes are ignored."""
     return getattr(config, key) if hasattr(type(config), key) else default
+
+
+def readout_of(config: Any) -> Readout:
+    """How a model with this config makes logits."""
+    factor = stated(config, "logit_scale", 1.0) / stated(config, "logits_scaling", 1.0)
+    return Readout(float(factor), stated(config, "final_logit_softcapping"))
 
 
 def rope_of(config: Any) -> dict[str, Any]:
@@ -476,7 +504,7 @@ def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
     with ExitStack() as hooks:
         for layer in dense.family.layers(dense.model):
             hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
-        dense.family.trunk(dense.model)(input_ids=tokens_1T.to(dense.device), use_cache=False)
+        dense.model.get_submodule("model")(input_ids=tokens_1T.to(dense.device), use_cache=False)
     return arguments
 
 

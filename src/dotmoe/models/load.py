@@ -166,10 +166,8 @@ def dense_config(source: str) -> tuple[Any, Path]:
     plain = read_json(path)
     model_type = str(plain.get("model_type", ""))
     text = plain.get("text_config")
-    text = text if isinstance(text, dict) else plain
-    if (
-        not {model_type, str(text.get("model_type"))} & FAMILIES.keys()
-    ):  # Transformers may not know it
+    types = {model_type, str(text.get("model_type")) if isinstance(text, dict) else ""}
+    if not types & FAMILIES.keys():  # Transformers may not know it
         family_of(SimpleNamespace(**plain | {"model_type": model_type}))
     if plain.get("quantization_config"):
         raise UserError(
@@ -272,9 +270,9 @@ def load_sharded(
     """Load a described model in shards; each rank reads its own rows, tensor by tensor."""
     family, model, tensors = dense.family, meta_model(dense.config, dtype), Tensors.of(dense)
     tensors.require_shapes(model)
-    trunk, head = family.trunk(model), family.head(model)
+    trunk, head = model.get_submodule("model"), model.get_submodule("lm_head")
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    matrix = head.weight
+    matrix = model.get_parameter("lm_head.weight")
     is_tied = matrix is embedding.weight
     for part in (*family.layers(model), embedding, trunk):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)

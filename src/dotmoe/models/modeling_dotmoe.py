@@ -22,8 +22,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import use_experts_implementation
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
 
 
 class DotMoeConfig(PreTrainedConfig):
@@ -218,10 +216,13 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
     _skip_keys_device_placement = ("past_key_values",)
 
     def __init__(self, config: DotMoeConfig) -> None:
+        self.stock = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[config.dense_model_type]]
+        self._supports_sdpa = self.stock._supports_sdpa  # has no soft cap, which Gemma 2 needs
         super().__init__(config)
-        dense_config = config.dense()
-        dense = MODEL_FOR_CAUSAL_LM_MAPPING[type(dense_config)](dense_config)
+        dense = self.stock(config.dense())
         self.model, self.lm_head = dense.model, dense.lm_head
+        self.vocab_size = config.vocab_size
+        self.logit_scale = getattr(dense, "logit_scale", None)
         for index, layer in enumerate(self.model.layers):
             heads = config.heads_of_experts
             if index < config.first_dense_layers or (heads and heads[index] is None):
@@ -237,27 +238,12 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
                 layer.mlp = ExpertFFN(config, act_fn)
         self.post_init()
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self, input_ids: Any = None, labels: Any = None, logits_to_keep: Any = 0, **kwargs: Any
-    ) -> CausalLMOutputWithPast:
-        """Run like any causal language model of Transformers."""
-        output = self.model(input_ids=input_ids, **kwargs)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, kept, :])
-        if self.config.dense_model_type == "granite":
-            logits = logits / self.config.logits_scaling
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-            attentions=output.attentions,
+    ) -> Any:
+        """Run as the family's class does, which knows how to make its logits."""
+        return self.stock.forward(
+            self, input_ids=input_ids, labels=labels, logits_to_keep=logits_to_keep, **kwargs
         )
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dotmoe.models.family import stated
+from dotmoe.models.family import readout_of
 
 CHUNK_LOGITS = 1 << 25
 """Maximum number of logits computed at once for one model: 128 MiB in float32."""
@@ -32,15 +32,9 @@ def nats_of(model: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 def logits_in_parts(model: Any, hidden_TD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Iterate over parts of a text and their logits in float32, at most `CHUNK_LOGITS` at once.
-
-    Applies the scaling of logits of Granite and Cohere, and the soft-capping of Gemma.
-    """
+    """Iterate over parts of a text and their logits in float32, at most `CHUNK_LOGITS` at once."""
     config, head = model.base_model.config, model.get_output_embeddings()
-    scale, divisor = stated(config, "logit_scale", 1), stated(config, "logits_scaling", 1)
-    cap = stated(config, "final_logit_softcapping")
-    rows = max(1, CHUNK_LOGITS // int(config.vocab_size))
+    rows, readout = max(1, CHUNK_LOGITS // int(config.vocab_size)), readout_of(config)
     for start in range(0, len(hidden_TD), rows):
         part = slice(start, start + rows)
-        logits_TV = head(hidden_TD[part]).float() * scale / divisor
-        yield part, logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap
+        yield part, readout.logits(head(hidden_TD[part]))

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.common.distributed import full_tensor, product_in_float32
-from dotmoe.models.family import DenseModel
+from dotmoe.models.family import PLAIN, DenseModel, Readout
 
 IGNORED = -100
 """Label of a position that has no next token."""
@@ -22,18 +22,10 @@ Taught = tuple[Tensor, Tensor | None]
 """A teacher's final hidden states, [T, D], and its head's matrix (None: the student's head)."""
 
 
-def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
-    """Final hidden states, [T, D], scaled so that the head's matrix maps them to logits."""
-    trunk = dense.family.trunk(dense.model)
-    hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    multipliers = dense.traits.multipliers
-    return hidden.reshape(-1, hidden.shape[-1]) / multipliers.logits_divisor
-
-
 def head_of(dense: DenseModel) -> Tensor:
     """The matrix of the output head, [V, D], whole on every rank."""
     dense.require("memory", "shards")
-    return full_tensor(dense.family.head(dense.model).weight)
+    return full_tensor(dense.model.get_parameter("lm_head.weight"))
 
 
 def next_token_labels(tokens_BT: Int[Tensor, "B T"]) -> Int[Tensor, " BT"]:
@@ -46,6 +38,7 @@ def distillation_loss(
     taught: Taught | None,
     head_VD: Float[Tensor, "V D"],
     labels_T: Int[Tensor, " T"],
+    readout: Readout = PLAIN,
     *,
     kl_weight: float,
     ce_weight: float,
@@ -64,7 +57,7 @@ def distillation_loss(
         gradients of these two inputs. The head's gradient is accumulated in float32.
     """
     losses: Losses = _Distillation.apply(  # type: ignore[no-untyped-call]
-        student_TD, head_VD, taught, labels_T, kl_weight, ce_weight
+        student_TD, head_VD, taught, labels_T, readout, kl_weight, ce_weight
     )
     return losses
 
@@ -77,6 +70,7 @@ class _Distillation(torch.autograd.Function):
         head_VD: Tensor,
         taught: Taught | None,
         labels_T: Tensor,
+        readout: Readout,
         kl_weight: float,
         ce_weight: float,
     ) -> Losses:
@@ -94,7 +88,7 @@ class _Distillation(torch.autograd.Function):
             chunk = slice(start, start + rows)
             teacher = None if teacher_TD is None else (teacher_TD[chunk], teacher_head_VD)
             kl_sum, ce_sum, grad_CV = _chunk(
-                (student_TD[chunk], head_VD), teacher, labels_T[chunk], shares
+                (student_TD[chunk], head_VD), teacher, labels_T[chunk], shares, readout
             )
             kl += kl_sum
             ce += ce_sum
@@ -113,7 +107,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grads = (None if grad is None else _scaled(grad, grad_total) for grad in ctx.saved_tensors)
-        return *grads, None, None, None, None
+        return *grads, *[None] * 5
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
@@ -126,13 +120,16 @@ def _chunk(
     teacher: tuple[Tensor, Tensor] | None,
     labels_C: Tensor,
     shares: tuple[float, Tensor],
+    readout: Readout,
 ) -> tuple[Tensor | float, Tensor, Tensor]:
-    """Sums of KL and cross-entropy over some tokens, and the gradient of the logits."""
-    # At most three tensors of tokens x vocabulary are in memory, not counting 16-bit logits.
+    """Sums of KL and cross-entropy over some tokens, and the gradient of the head's product."""
+    # At most three (with a cap four) tensors of tokens x vocabulary exist, besides 16-bit logits.
     kl_sum: Tensor | float = 0.0
-    student_CV = _log_softmax(*student)
+    student_CV = readout.logits(student[0] @ student[1].T)
+    slope = readout.slope(student_CV)
+    student_CV = student_CV.log_softmax(dim=1)
     if teacher is not None:
-        log_CV = _log_softmax(*teacher)
+        log_CV = readout.logits(teacher[0] @ teacher[1].T).log_softmax(dim=1)
         teacher_CV = log_CV.exp()
         kl_sum = log_CV.sub_(student_CV).mul_(teacher_CV).sum()
         del log_CV
@@ -146,11 +143,9 @@ def _chunk(
         grad_CV = torch.sub(student_CV, teacher_CV, out=teacher_CV).mul_(kl_share)
         grad_CV.addcmul_(student_CV, labelled_C1)
     grad_CV.scatter_add_(1, labels_C1.clamp_min(0), -labelled_C1)
+    if readout != PLAIN:
+        grad_CV *= slope
     return kl_sum, ce_sum, grad_CV.to(student[1].dtype)
-
-
-def _log_softmax(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
-    return F.log_softmax((hidden_CD @ head_VD.T).float(), dim=1)
 
 
 def chunk_rows(vocabulary: int, *, on_cpu: bool) -> int:

@@ -14,16 +14,11 @@ from dotmoe.common.errors import require_package
 from dotmoe.method.calibrate import activations, block_inputs, harden
 from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
+from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, readout_of
 from dotmoe.models.hooks import input_hooks
+from dotmoe.models.scoring import hidden_states
 from dotmoe.rivals.config import BaselineConfig
-from dotmoe.training.losses import (
-    IGNORED,
-    distillation_loss,
-    head_of,
-    hidden_states,
-    next_token_labels,
-)
+from dotmoe.training.losses import IGNORED, distillation_loss, head_of, next_token_labels
 
 STARTS, ROUNDS = 4, 20
 """Number of random k-means starts (the best is kept), and maximum rounds of each."""
@@ -97,8 +92,11 @@ def next_token_loss(dense: DenseModel, tokens_BT: Tensor, *, summed: bool = Fals
     tokens_BT = tokens_BT.long().to(dense.device)
     labels_T = next_token_labels(tokens_BT)
     weight = float((labels_T != IGNORED).sum()) if summed else 1.0
-    hidden_TD, head_VD = hidden_states(dense, tokens_BT), head_of(dense)
-    return distillation_loss(hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=weight)[0]
+    hidden_TD, head_VD = hidden_states(dense.model, tokens_BT).flatten(0, 1), head_of(dense)
+    readout = readout_of(dense.config)
+    return distillation_loss(
+        hidden_TD, None, head_VD, labels_T, readout, kl_weight=0.0, ce_weight=weight
+    )[0]
 
 
 def optimal_assignment(cost_NE: Float[Tensor, "N E"]) -> Int[Tensor, " N"]:

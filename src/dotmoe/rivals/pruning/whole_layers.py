@@ -62,7 +62,7 @@ def sleb(inputs: PruneInputs) -> Pruned:
 def _loss(inputs: PruneInputs, stream: Stream) -> float:
     """Summed next-token loss of the stream after the last layer."""
     dense, loss = inputs.dense, 0.0
-    norm = dense.family.trunk(dense.model).get_submodule("norm")
+    norm = dense.model.get_submodule("model.norm")
     for part in stream.parts:
         hidden_BTD = norm(stream.hidden_BTD[part].to(dense.device)[:, :-1])
         loss += float(nats_of(dense.model, hidden_BTD, inputs.tokens_BT[part, 1:]).sum())
@@ -80,7 +80,7 @@ def _without(inputs: PruneInputs, dropped: list[int]) -> Pruned:
     dense, layers = inputs.dense, inputs.layers
     removed = sum(num_parameters(layers[index]) for index in dropped)
     kept = [index for index in range(len(layers)) if index not in dropped]
-    trunk: Any = dense.family.trunk(dense.model)
+    trunk: Any = dense.model.get_submodule("model")
     trunk.layers = nn.ModuleList(layers[old] for old in kept)
     for index, layer in enumerate(trunk.layers):
         layer.self_attn.layer_idx = index  # the cache keeps its keys under this index
