@@ -3,6 +3,7 @@
     python scripts/real_model.py table results/smollm2.json DENSE RUN...
     python scripts/real_model.py parts results/smollm2_parts.json 'the start=RUN' ...
     python scripts/real_model.py rows results/smollm2_rows.json COMPARED TASKS
+    python scripts/real_model.py texts results/gemma3_270m.json RUN TOKENS TEXT...
 
 `table`: the README's table. Each RUN is the folder of a `convert --repair` or a `finetune`. Results
 of `dotmoe evaluate` on it, or with `--against` on the dense model, count if their `--out` is in the
@@ -15,6 +16,9 @@ run folder; for tasks, if it is the run folder itself, or DENSE. RUN/bench.json 
 `rows`: the rows of a comparison, with the scores of `dotmoe evaluate COMPARED/ROW --tasks ... --out
 TASKS/ROW` added. A conversion's scores belong to the weights that it exports. `made_at` lists the
 commits at which rows were made: a comparison may be resumed at another commit.
+
+`texts`: the dense model of a repaired run, its split before and after the repair, each on TOKENS
+tokens of every text, in windows of 512; with what the run found on the way.
 """
 
 import sys
@@ -24,6 +28,13 @@ from typing import Any
 
 from dotmoe.common.files import read_json, write_json
 from dotmoe.export.record import ExportRecord
+from dotmoe.measure.config import TextConfig
+from dotmoe.measure.evaluate.models import stock_nats
+from dotmoe.measure.evaluate.perplexity import packed_text
+from dotmoe.measure.evaluate.perplexity import perplexity as perplexity_of
+from dotmoe.method.masked import masked_by
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_here
 from dotmoe.pipeline import compare
 from dotmoe.run.config import RunConfig
 from dotmoe.run.finished import FinishedRun
@@ -136,7 +147,43 @@ def rows(compared: str, tasks: str) -> Row:
     return {**record, "made_at": list(dict.fromkeys(made))}
 
 
+def texts(folder: str, num_tokens: str, *files: str) -> Row:
+    """Perplexities of a run's three models, layers' pruning errors, and errors after the repair."""
+    run = FinishedRun(Path(folder))
+    dense = load_here(run.origin(), LoadConfig())
+    packed = [
+        packed_text(TextConfig(text=(file,), max_tokens=int(num_tokens)), dense.tokenizer)
+        for file in files
+    ]
+
+    def measured() -> Row:
+        found = (perplexity_of(stock_nats(dense.model), text, 512) for text in packed)
+        return {Path(file).name: each for file, each in zip(files, found, strict=True)}
+
+    rows = {"dense": measured()}
+    with masked_by(dense, run.layout):
+        rows["as split"] = measured()
+    dense = load_here(run.described(), LoadConfig())
+    with masked_by(dense, run.layout):
+        rows["repaired"] = measured()
+    stage = run.folder.stage
+    return {
+        "model": f"{dense.name}, dequantised",
+        "config": read_json(Path(folder) / "config.json"),
+        "perplexity": rows,
+        "dense_layers": read_json(stage("dense_layers") / "dense_layers.json"),
+        "repair": read_json(stage("repair") / "repair.json"),
+        "seconds": run.folder.seconds(*set(STAGES) - {"finetune"}),
+        "provenance": provenance(0),
+    }
+
+
 if __name__ == "__main__":
     what, out, *given = sys.argv[1:]
-    collect: dict[str, Callable[..., Row]] = {"table": table, "parts": parts, "rows": rows}
+    collect: dict[str, Callable[..., Row]] = {
+        "table": table,
+        "parts": parts,
+        "rows": rows,
+        "texts": texts,
+    }
     write_json(Path(out), collect[what](*given))
