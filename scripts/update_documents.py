@@ -26,6 +26,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -36,13 +37,16 @@ from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
 from dotmoe.common.tables import in_bytes, in_time, percent, to_markdown
+from dotmoe.export.parameters import count_parameters
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.evaluate.perplexity import curve_table
 from dotmoe.measure.inspection import inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
 from dotmoe.measure.report.page import quickstart_summary
 from dotmoe.method.config import ExpertsConfig
+from dotmoe.method.granularity import Granularity
 from dotmoe.models.config import LoadConfig
+from dotmoe.models.family import family_of
 from dotmoe.pipeline import compare
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -231,9 +235,8 @@ def quickstart(record: Any) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
-def planned() -> list[Any]:
-    """Plans for the paper's models on its machine; estimated, not measured."""
-    here = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
+def paper_models() -> dict[str, Any]:
+    """Configs of the paper's models."""
     sizes = (
         *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
         *("vocab_size", "intermediate_size", "max_position_embeddings"),
@@ -242,10 +245,21 @@ def planned() -> list[Any]:
         "LLaMA-2-7B": (LlamaConfig, 32, 4_096, 32, 32, 32_000, 11_008, 4_096),
         "LLaMA-3-8B": (LlamaConfig, 32, 4_096, 32, 8, 128_256, 14_336, 8_192),
         "Qwen2.5-7B": (Qwen2Config, 28, 3_584, 28, 4, 152_064, 18_944, 32_768),
+        "Qwen2.5-32B": (Qwen2Config, 64, 5_120, 40, 8, 152_064, 27_648, 32_768),
     }
+    return {
+        model: family(**dict(zip(sizes, values, strict=True)), tie_word_embeddings=False)
+        for model, (family, *values) in models.items()
+    }
+
+
+def planned() -> list[Any]:
+    """Plans for the paper's models of 7B and 8B on its machine; estimated, not measured."""
+    here = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
     rows = []
-    for model, (family, *values) in models.items():
-        config = family(**dict(zip(sizes, values, strict=True)), tie_word_embeddings=False)
+    for model, config in paper_models().items():
+        if model == "Qwen2.5-32B":
+            continue
         experts = ExpertsConfig(expert_size=128, active=0.25, shared=0.0)  # the paper
         for task in ("align", "finetune"):
             asked = InspectConfig(
@@ -310,22 +324,49 @@ def said(verdict: str) -> str:
 
 
 def experiments() -> list[Any]:
-    """Label, title, status and findings of every experiment, from its README and results."""
+    """Label, title, status and verdicts of every experiment, from its README and results."""
     rows = []
     for file in ROOT.glob("experiments/*/README.md"):
         text, name = file.read_text(encoding="utf-8"), file.parent.name
         label, title = re.findall(r"\A# `(.+?)`: (.+)", text)[0]
         (status,) = re.findall(r"^\*\*Status: (.+?)\*\*", text, re.MULTILINE)
         shows = [
-            f"{one.text}: {said(one.verdict)}"
+            (one.text, said(one.verdict).strip("*"))
             for result in re.findall(r"from (results/experiments/\S+?\.json)", text)
             for one in load(result).shows
         ]
-        found = "; ".join(shows)
-        rows.append(
-            {"label": label, "title": title, "status": status, "name": name, "found": found}
-        )
+        counts = Counter(verdict for _, verdict in shows)
+        found = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+        row = {"label": label, "title": title, "status": status, "name": name}
+        rows.append({**row, "found": found, "shows": shows})
     return sorted(rows, key=lambda row: row["label"])
+
+
+def claims() -> list[Any]:
+    """Every claim of the paper's experiments with its verdict; those without a result: not run."""
+    return [
+        {
+            "page": f"[`{row['label']}`](../../experiments/{row['name']}/README.md)",
+            "name": row["name"],
+            "claim": claim,
+            "verdict": verdict,
+        }
+        for row in experiments()
+        if not row["name"].startswith("quality")  # our own additions
+        for claim, verdict in row["shows"] or [(row["title"], "not run")]
+    ]
+
+
+def trained() -> list[Any]:
+    """Share of the paper's models that its alignment trains: A and W_r, experts of 128 neurons."""
+    rows = []
+    for model, config in paper_models().items():
+        experts = config.intermediate_size // 128
+        split = Granularity(num_experts=experts, expert_size=128, active_experts=experts // 4)
+        total = count_parameters(config, family_of(config), split).dense_total
+        learned = experts * (config.intermediate_size + config.hidden_size)
+        rows.append({"model": model, "share": learned * config.num_hidden_layers / total})
+    return rows
 
 
 if __name__ == "__main__":
