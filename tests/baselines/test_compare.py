@@ -1,5 +1,6 @@
 """`dotmoe compare` and `dotmoe convert --method`, on tiny models, exported and verified."""
 
+import io
 import json
 import math
 import os
@@ -8,10 +9,12 @@ import re
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError, VerificationError
+from dotmoe.common.tables import to_markdown, to_rich
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.pipeline import convert
@@ -197,6 +200,27 @@ def test_rows_that_windows_and_seeds_cannot_tell_apart_are_inconclusive():
         "c": f"+0.100 ± {stderr:.3f}",
         "d": f"+0.105 ± {math.hypot(stderr, 0.095):.3f} (inconclusive)",
     }
+
+
+def test_a_terminal_of_80_columns_shows_what_decides_and_breaks_no_word():
+    made = {"router": "own, linear", "trained": "router and experts", "weights": "finetuned"}
+    numbers = {"active_fraction": 0.25, "active_std": 0.1, "perplexity": 1565.63, "window": 9}
+    rows = [
+        {"value": name, "loss": 2.5, "loss_above_dense": 0.5, "tokens": 32, **made, **numbers}
+        | {"window_losses": [2.5 - each, 2.5, 2.5 + each], "text_tokens": 140_800}
+        for each, name in enumerate(("dense", "llama_moe_v2_residual", "weight_clusters"))
+    ]
+    shown, console = table({"rows": rows}, brief=True), Console(file=io.StringIO(), width=80)
+    console.print(to_rich(shown))
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) == 80
+    told = (*shown.columns, *(cell for row in shown.rows for cell in row if cell))
+    assert {word for cell in told for word in cell.split()} <= {*text.split()}
+    how = "own router, linear, router and experts trained, finetuned"
+    assert shown.rows[1][0] == f"llama_moe_v2_residual\n{how}"
+    assert "(inconclusive)" in text
+    assert "140,800" not in text
+    assert "140,800" in to_markdown(table({"rows": rows}))
 
 
 def test_over_seeds_every_number_is_a_mean():

@@ -29,9 +29,6 @@ from dotmoe.pipeline.compare import compare, table
 from dotmoe.pipeline.reexport import reexport
 from dotmoe.run import config as running
 
-_UNBROKEN = 10_000
-"""A width that no table exceeds, so that none is wrapped."""
-
 
 class _Output(Console):
     def on_broken_pipe(self) -> None:
@@ -42,7 +39,7 @@ def _show(*parts: Any, to_stderr: bool = False) -> None:
     """Print text literally and tables with frames; in a file or pipe nothing is wrapped."""
     console = _Output(stderr=to_stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _UNBROKEN
+        console.width = 10_000
     for part in parts:
         console.print(part)
 
@@ -74,8 +71,8 @@ def _show_conversion(conversion: Conversion) -> None:
 def run_compare(config: running.CompareConfig, line: str) -> None:
     summary = compare(config, Progress())
     text = f"{', '.join(summary['text'])}: {summary['protocol']}"
-    files = f"runs, compare.json, compare.md in {config.out}"
-    _show(to_rich(table(summary)), text, files)
+    files = f"all columns are in compare.md in {config.out}, beside compare.json and the runs"
+    _show(to_rich(table(summary, brief=True)), text, files)
     if failed := summary["left_out"]:
         raise UserError(
             f"{len(failed)} runs failed: {', '.join(failed)}. The table says why; the others are "

@@ -76,20 +76,21 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     budget = budget_of(config, dense)
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
-    _write(config, summary)
+    path = Path(config.out) / config.command
+    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
+    write_json(path.with_suffix(".json"), summary)
+    write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
     return summary
 
 
-def table(summary: dict[str, Any]) -> Table:
-    """The table of a comparison, the seeds of a conversion merged into one row."""
+def table(summary: dict[str, Any], *, brief: bool = False) -> Table:
+    """The table of a comparison, seeds merged into one row; `brief`: what fits 80 columns."""
     rows = over_seeds(summary["rows"])
     dense, *others = rows
     best = min(others, key=lambda row: row["loss"], default=dense)
     columns: dict[str, Callable[[Row], str | None]] = {
         "method": _cell("value"),
-        "router": _cell("router"),
-        "trained": _cell("trained"),
-        "weights": _cell("weights"),
+        "how": _how,
         "active": _active,
         "perplexity": _cell("perplexity", "{:.2f}".format),
         "bits a byte": _cell("bits_per_byte", "{:.3f}".format),
@@ -107,21 +108,38 @@ def table(summary: dict[str, Any]) -> Table:
         "tokens": _cell("text_tokens", "{:,}".format),
         "seconds": _cell("seconds", "{:.0f}".format),
     }
-    for name in ("weights", "other text", "seeds", "budget", "shared"):
+    for name in ("other text", "seeds", "budget", "shared"):
         if not any(map(columns[name], rows)):
             del columns[name]
+    if brief:
+        names = ("active", "perplexity", "nats above dense", "above the best")
+        decisive = {name: columns[name] for name in names}
+        columns = {"method": lambda row: f"{row['value']}\n{_how(row) or ''}".rstrip()} | decisive
     other = summary.get("other_text")
     note = f"Other text, perplexity: {', '.join(other)}. " if other else ""
     if "window_losses" in dense:  # not in records of an earlier version
         note += "±: one standard error, over windows and seeds; inconclusive: within two. "
     failed = summary.get("left_out", {}).items()
     note += " ".join(f"{name} failed: {why.rstrip('.')}." for name, why in failed)
-    return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
+    made = table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
+    if brief:
+        broken = [[cell and cell.replace(" (", "\n(") for cell in row] for row in made.rows]
+        headings = [name.replace("above dense", "above\ndense") for name in columns]
+        made = replace(made, columns=headings, rows=broken)
+    return made
 
 
 def _cell(key: str, form: Callable[[Any], str] = str) -> Callable[[Row], str | None]:
     """A function that formats the value of a key in a row; None if the row has none."""
     return lambda row: None if row.get(key) is None else form(row[key])
+
+
+def _how(row: Row) -> str | None:
+    """How a row was made: `own router, linear, router and experts trained, repaired`."""
+    kind, comma, rest = row.get("router", "").partition(",")
+    router, trained = f"{kind} router{comma}{rest}" * bool(kind), row.get("trained") or "nothing"
+    words = (router, f"{trained} trained" * (trained != "nothing"), row.get("weights"))
+    return ", ".join(filter(None, words)) or None
 
 
 def _above(row: Row, other: Row) -> str | None:
@@ -286,14 +304,6 @@ def _measure(
         **{name: dense[name] for name in ("text", "window", "protocol")},
         "provenance": provenance(config.seed),
     }
-
-
-def _write(config: CompareConfig, summary: dict[str, Any]) -> None:
-    """Write `NAME.json`, and table and protocol as `NAME.md`."""
-    path = Path(config.out) / config.command
-    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
-    write_json(path.with_suffix(".json"), summary)
-    write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:

@@ -156,8 +156,7 @@ def products(step: Step) -> dict[str, int]:
     sizes, counts, widths = step.sizes, step.sizes.counts, step.sizes.widths
     tokens, trains_all = step.part(step.batch_size) * step.seq_len, step.train == "everything"
     dense = 2 * (counts.attention_and_norms + counts.ffn_total + counts.routers)
-    idle = 0 if step.is_alignment else 2 * (counts.ffn_total - counts.ffn_active)
-    linear = dense - idle
+    linear = dense - 2 * (not step.is_alignment) * (counts.ffn_total - counts.ffn_active)
     scores = 4 * step.seq_len * sizes.queries * widths.layers
     head = (2 + step.has_teacher + trains_all) * 2 * widths.vocabulary * widths.model
     again = step.checkpointing * (linear + scores)
