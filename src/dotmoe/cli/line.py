@@ -55,6 +55,7 @@ glm4_moe: runs in Transformers, vLLM, SGLang; k can be edited.
 mixtral: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k is fixed.
 qwen2_moe: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k can be edited.
 qwen3_moe: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k is fixed.
+qwen3_5_moe_text: runs in Transformers; k is fixed.
 granitemoe: runs in Transformers, vLLM, SGLang; k is fixed.
 flex_olmo: runs in Transformers, vLLM, SGLang; k is fixed.
 dotmoe: runs in Transformers with trust_remote_code=True; k can be edited.
