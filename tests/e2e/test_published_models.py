@@ -1,7 +1,7 @@
 """Tiny stand-ins for published models go all the way, with their configs, dtypes and tokenizers.
 
 `published_models.jsonl` holds the configs as they were published, or as a tool saved them again. Of
-each a model of two narrow layers is made. Oracles: the tokenizers library and stock Transformers.
+each a model of two narrow layers is made; of some the tokenizer is another family's. Oracles: the tokenizers library and stock Transformers.
 """
 
 import json
@@ -56,8 +56,13 @@ def shrunk(config, rows, special):
         "max_sequence_length": CONTEXT,
         "original_max_position_embeddings": CONTEXT // 4,
         "max_window_layers": 2,
-        "layer_types": (config.get("layer_types") or [])[:2],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
     }
+    for key in ("layer_types", "no_rope_layers"):
+        new[key] = [*(config.get(key) or [])[:1], *(config.get(key) or [])[-1:]]
     new = {key: value for key, value in new.items() if config.get(key) is not None}
     if config.get("sliding_window"):
         new["sliding_window"] = max(2, config["sliding_window"] * CONTEXT // context)
@@ -78,6 +83,8 @@ def shrunk(config, rows, special):
 def scaled(rope, head_dim, config):
     pairs = int(head_dim * config.get("partial_rotary_factor", 1)) // 2
     short = {key: value[:pairs] for key, value in rope.items() if isinstance(value, list)}
+    if "mrope_section" in rope:
+        short["mrope_section"] = [2, 1, 1]
     if "original_max_position_embeddings" in rope:
         short["original_max_position_embeddings"] = CONTEXT // 4
     return rope | short
@@ -134,6 +141,8 @@ def test_a_published_model_goes_all_the_way(name, tmp_path, layout_of):
     out = tmp_path / "out"
     record = export(dense, layout, out, ExportConfig(), tokens_BT)
     assert record.problems == []
+    context = json.loads((out / "config.json").read_text())["max_position_embeddings"]
+    tokens_BT = tokens_BT[:, :context]
     reference = masked_logits(dense, layout, tokens_BT)
     assert relative_error(stock_logits(out, tokens_BT), reference) < 8e-3
     if record.active_experts_editable:
@@ -141,7 +150,8 @@ def test_a_published_model_goes_all_the_way(name, tmp_path, layout_of):
         full = stock_logits(out, tokens_BT, **all_on)
         assert relative_error(full, logits_of(dense.model, tokens_BT)) < 8e-3
     again = AutoTokenizer.from_pretrained(out)
-    assert ids_of(again) == ids_in_file(tmp_path / "dense")
+    is_told = record.format == "dotmoe" and "does not give the ids" in " ".join(record.notes)
+    assert is_told != (ids_of(again) == ids_in_file(tmp_path / "dense"))
 
 
 def test_a_config_that_transformers_does_not_read_is_refused_in_one_line(tmp_path):
