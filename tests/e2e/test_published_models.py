@@ -1,7 +1,8 @@
 """Tiny stand-ins for published models go all the way, with their configs, dtypes and tokenizers.
 
 `published_models.jsonl` holds the configs as they were published, or as a tool saved them again. Of
-each a model of two narrow layers is made; of some the tokenizer is another family's. Oracles: the tokenizers library and stock Transformers.
+each a model of two narrow layers is made; some have another family's tokenizer. Oracles: the
+tokenizers library and stock Transformers.
 """
 
 import json
