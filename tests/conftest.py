@@ -20,7 +20,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, as models do
 
-from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -30,7 +29,7 @@ from dotmoe.export.write import export
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_dense
-from runs import REQUIRED, TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, words
+from runs import REQUIRED, TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, rewritten, words
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
@@ -118,9 +117,8 @@ def tiny_dense(tmp_path_factory):
             write_checkpoint(config, folder, getattr(torch, dtype), seed=zlib.crc32(key.encode()))
             tokenizer.save_pretrained(folder)
             if head_only:
-                tensors = load_file(folder / "model.safetensors")
-                tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-                save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+                with rewritten(folder) as tensors:
+                    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
             made[key] = folder
         return made[key]
 

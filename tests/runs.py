@@ -10,16 +10,19 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dotmoe.cli import run
+from dotmoe.common.errors import UserError
 
 PATIENCE_S = 240
 KEEPING_NOTHING = Path(__file__).with_name("distributed") / "keeping_nothing.py"
@@ -84,6 +87,23 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint folder."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: weight for file in files for name, weight in load_file(file).items()}
+
+
+def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The line with which a call is refused."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message, message
+    return message
+
+
+@contextmanager
+def rewritten(folder: Path, name: str = "model.safetensors") -> Iterator[dict[str, torch.Tensor]]:
+    """Within this context, change the tensors of a checkpoint's file, which has them at the end."""
+    tensors = load_file(folder / name)
+    yield tensors
+    save_file(tensors, folder / name, metadata={"format": "pt"})
 
 
 def words(*positional: Any, **options: Any) -> list[str]:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.common.errors import UserError
 from dotmoe.models.checkpoint import Tensors, tensor_files
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import dense_config, describe_dense, dtype_for, left_on_disk, load_dense
+from runs import refusal, rewritten
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -43,9 +43,8 @@ def without(name):
 
 def with_tensors(edit, name="model.safetensors"):
     def change(folder):
-        tensors = load_file(folder / name)
-        edit(tensors)
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+        with rewritten(folder, name) as tensors:
+            edit(tensors)
 
     return change
 
@@ -61,11 +60,7 @@ def in_shards(folder):
 
 
 def refusal_of(source, **options):
-    with pytest.raises(UserError) as caught:
-        load_dense(str(source), LoadConfig(**options))
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return refusal(load_dense, str(source), LoadConfig(**options))
 
 
 @pytest.mark.parametrize("family_name", FAMILIES)

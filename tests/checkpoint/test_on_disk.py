@@ -7,7 +7,6 @@ from unittest.mock import MagicMock, Mock, patch
 import pytest
 import torch
 from huggingface_hub.errors import XetDownloadError
-from safetensors.torch import load_file, save_file
 
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.export import llama_cpp
@@ -24,7 +23,7 @@ from dotmoe.rivals.baselines import SplitInputs, baseline, granularity_of
 from dotmoe.rivals.baselines.contract import next_token_loss
 from dotmoe.rivals.config import BaselineConfig
 from export.comparison import logits_of, stock_logits
-from runs import FORMATS_OF
+from runs import FORMATS_OF, rewritten
 
 CPU = torch.device("cpu")
 FAMILY_OF = {name: family for family, names in FORMATS_OF.items() for name in names}
@@ -58,10 +57,9 @@ def filled(monkeypatch):
 
 def change(folder, name, how):
     """Put another tensor in place of one, or none."""
-    tensors = load_file(folder / "model.safetensors")
-    changed = how(tensors.pop(name, None))
-    tensors |= {} if changed is None else {name: changed}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(folder) as tensors:
+        changed = how(tensors.pop(name, None))
+        tensors.update({} if changed is None else {name: changed})
 
 
 @pytest.mark.parametrize("name", FAMILY_OF)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from runs import GRANITE_FACTORS, TinyRun
+from runs import GRANITE_FACTORS, TinyRun, rewritten
 
 GOLDEN = Path(__file__).parent / "golden"
 FEW_TOKENS = {
@@ -47,11 +46,9 @@ def exact_model(tiny_dense, tmp_path_factory):
         folder = tmp_path_factory.mktemp("exact") / family
         shutil.copytree(source, folder)
         generator = torch.Generator().manual_seed(7)
-        weights = load_file(source / "model.safetensors")
-        for name in sorted(weights):
-            old = weights[name]
-            weights[name] = exact_numbers(name, old, generator).to(old.dtype)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with rewritten(folder) as weights:
+            for name, old in sorted(weights.items()):
+                weights[name] = exact_numbers(name, old, generator).to(old.dtype)
         return folder
 
     return make

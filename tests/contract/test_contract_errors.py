@@ -7,7 +7,8 @@ import re
 import shutil
 
 import pytest
-from safetensors.torch import load_file, save_file
+
+from runs import rewritten
 
 REFUSED = {
     "nosuch": "nosuch.*convert",
@@ -126,9 +127,8 @@ def test_a_broken_model_is_named(damage, tiny_dense, text_file, tmp_path, comman
     model = shutil.copytree(tiny_dense("llama"), tmp_path / "model")
     weights = model / "model.safetensors"
     if "random" in damage:
-        tensors = load_file(weights)
-        del tensors["model.layers.1.mlp.up_proj.weight"]
-        save_file(tensors, weights, metadata={"format": "pt"})
+        with rewritten(model) as tensors:
+            del tensors["model.layers.1.mlp.up_proj.weight"]
     elif "valid" in damage:
         weights.write_bytes(weights.read_bytes()[:5000])
     else:

@@ -16,6 +16,7 @@ from dotmoe.text import blocks as data
 from dotmoe.text.blocks import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
 from dotmoe.text.config import DataConfig
 from dotmoe.text.sources import DOLMINO_PERCENT, StreamError, documents, sources_of
+from runs import refusal
 
 
 def folk(sign, count, longest, seed):
@@ -297,7 +298,7 @@ def test_chats_are_rendered_by_the_models_template(family, ending, dense_of, pac
     rows = [{"messages": chat[: 1 + number % 2]} for number in range(9)]
     content = parquet_bytes({"messages": [row["messages"] for row in rows]})
     path = write(tmp_path / f"a.{ending}", content if ending == "parquet" else jsonl(rows))
-    message = refusal_of_packing(lambda: packed(path, tokenizer=tokenizer))
+    message = refusal(packed, path, tokenizer=tokenizer)
     assert "is a chat, but the model has no chat template" in message
     tokenizer.chat_template = TEMPLATE
     tokens_BT, record = packed(path, tokenizer=tokenizer, seq_len=2, shuffle_buffer=3)
@@ -310,14 +311,8 @@ def test_chats_are_rendered_by_the_models_template(family, ending, dense_of, pac
         expected += [] if family == "llama" else [1]
     assert tokens_BT.flatten().tolist() == expected[: tokens_BT.numel()]
     path = write(tmp_path / "b.jsonl", jsonl([{"messages": [{"role": "cook", "content": "x"}]}]))
-    message = refusal_of_packing(lambda: packed(path, tokenizer=tokenizer))
+    message = refusal(packed, path, tokenizer=tokenizer)
     assert "line 1 does not suit the model's chat template (no role cook)" in message
-
-
-def refusal_of_packing(make):
-    with pytest.raises(UserError) as caught:
-        make()
-    return str(caught.value)
 
 
 def test_rows_of_wikitext_are_warned_of_once(with_bos, caplog):

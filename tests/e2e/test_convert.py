@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.cli.quickstart import quickstart, run_configs
@@ -23,7 +23,7 @@ from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import load_dense
 from dotmoe.pipeline import settled
 from dotmoe.run.config import QuickstartConfig
-from runs import Forked, TinyRun
+from runs import Forked, TinyRun, rewritten
 
 TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.is_own}
 TWINS["qwen3_5_text"] = "Qwen3_5MoeForCausalLM"
@@ -61,9 +61,8 @@ def test_the_defaults_are_half_active_with_half_of_that_shared_and_an_outlier_de
     family, holds, finished, tiny_dense, command, tmp_path
 ):
     model = shutil.copytree(tiny_dense(family, num_hidden_layers=12), tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    weights["model.layers.0.mlp.down_proj.weight"] *= 100
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(model) as weights:
+        weights["model.layers.0.mlp.down_proj.weight"] *= 100
     options = {k: v for k, v in finished.options.items() if k not in ("active", "shared")}
     for how in ({}, {"method": "random_split"}):
         out = tmp_path / how.get("method", "run")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dotmoe.common.errors import UserError
@@ -22,7 +21,7 @@ from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import describe_dense, load_dense
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
-from runs import FORMATS_OF, FORMATS_OF_KIN, GRANITE_FACTORS, rope, weights_of
+from runs import FORMATS_OF, FORMATS_OF_KIN, GRANITE_FACTORS, rewritten, rope, weights_of
 
 STOCK = [name for name, form in FORMATS.items() if form.gating.score != "none"]
 FORMATS_OF = FORMATS_OF | FORMATS_OF_KIN
@@ -226,8 +225,8 @@ def test_the_2_of_glm4_moe_is_in_its_weights_for_servers_that_drop_it_in_float16
 def with_tensors(source, folder, change):
     """The description of a copy of a checkpoint that has further tensors, or others."""
     shutil.copytree(source, folder)
-    path = folder / "model.safetensors"
-    save_file(load_file(path) | change, path, metadata={"format": "pt"})
+    with rewritten(folder) as tensors:
+        tensors.update(change)
     return describe_dense(str(folder))
 
 

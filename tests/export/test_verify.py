@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from dotmoe.common.errors import VerificationError
 from dotmoe.export import routers
@@ -17,6 +16,7 @@ from dotmoe.export.verify import binary_gate_ffn, neuron_mask, problems, sample_
 from dotmoe.export.write import ExportRecord, export
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.load import describe_dense
+from runs import rewritten
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,8 @@ ROUTER = "model.layers.0.mlp.gate.weight"
 )
 def test_a_damaged_weight_fails_with_place_figure_and_limit(change, words, verified):
     folder, problems_found = verified
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
+    with rewritten(folder) as tensors:
+        change(tensors)
     with pytest.raises(VerificationError, match=words):
         raise VerificationError(problems_found())
 
@@ -184,14 +182,13 @@ def test_an_outlier_token_does_not_refuse_a_right_export(
 ):
     """Token 0 has a massive activation, which the router amplifies."""
     folder = shutil.copytree(tiny_dense("llama"), tmp_path / "massive")
-    tensors = load_file(folder / "model.safetensors")
-    embedding = tensors["model.embed_tokens.weight"]
-    embedding[:, 0] = embedding[0] = 0
-    embedding[0, 0] = 400
-    for layer in range(2):
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            tensors[f"model.layers.{layer}.{name}.weight"][0] = 0
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(folder) as tensors:
+        embedding = tensors["model.embed_tokens.weight"]
+        embedding[:, 0] = embedding[0] = 0
+        embedding[0, 0] = 400
+        for layer in range(2):
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                tensors[f"model.layers.{layer}.{name}.weight"][0] = 0
     dense = describe_dense(str(folder))
     layout = layout_of(dense)
     layout.router_LED[:, :, 0] = 0

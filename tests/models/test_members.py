@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dotmoe.common.errors import UserError
 from dotmoe.export.config import ExportConfig
 from dotmoe.export.format import layer_names
 from dotmoe.export.write import export
@@ -21,7 +20,7 @@ from dotmoe.method.masked import masked_by
 from dotmoe.models.checkpoint import EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.models.family import FAMILIES, MOE, WRAPPER, family_of, readout_of
 from export.comparison import logits_of
-from runs import GRANITE_FACTORS
+from runs import GRANITE_FACTORS, refusal
 
 WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 16}
@@ -228,27 +227,19 @@ REFUSED = [
 ]
 
 
-def refusal_of(config):
-    with pytest.raises(UserError) as caught:
-        family_of(config)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 @pytest.mark.parametrize(("family", "changes", "words"), REFUSED, ids=str)
 def test_a_config_that_cannot_be_converted_exactly_is_refused(family, changes, words):
-    message = refusal_of(AutoConfig.for_model(family, **changes))
+    message = refusal(family_of, AutoConfig.for_model(family, **changes))
     assert re.match(f"In this {family} config {words}", message)
 
 
 def test_a_type_of_unknown_name_is_judged_by_its_config_and_slips_are_corrected():
-    assert MOE in refusal_of(SimpleNamespace(model_type="new_moe"))
-    assert MOE in refusal_of(SimpleNamespace(model_type="new", num_experts=8))
+    assert MOE in refusal(family_of, SimpleNamespace(model_type="new_moe"))
+    assert MOE in refusal(family_of, SimpleNamespace(model_type="new", num_experts=8))
     for count in (None, 0, 1):
         assert family_of(AutoConfig.for_model("granite", num_local_experts=count))
-    assert WRAPPER in refusal_of(SimpleNamespace(model_type="new_vl", text_config={}))
-    assert refusal_of(SimpleNamespace(model_type="qwen-3")).endswith("Did you mean qwen3?")
-    assert refusal_of(SimpleNamespace(model_type="qwen3_5")) == (
+    assert WRAPPER in refusal(family_of, SimpleNamespace(model_type="new_vl", text_config={}))
+    assert refusal(family_of, SimpleNamespace(model_type="qwen-3")).endswith("Did you mean qwen3?")
+    assert refusal(family_of, SimpleNamespace(model_type="qwen3_5")) == (
         f"model_type is 'qwen3_5', which dotmoe cannot convert. Families: {', '.join(FAMILIES)}."
     )
