@@ -34,7 +34,9 @@ def measured(finished, tmp_path_factory):
         page = read_page(html_report(made))
         for proposed in page.commands:
             if "--text" in proposed:
-                measure(proposed.replace("--generate 64", "--generate 8") + " --max-tokens 600")
+                measure(f"{proposed} --max-tokens 600")
+            elif "--generate" in proposed:
+                measure(proposed.replace("64", "8"))
             elif "analyse" in proposed:
                 measure(f"{proposed} --tokens 256")
         on_text = f"evaluate {made} --out {made}/6_evaluate --text HELD_OUT.txt"
