@@ -156,21 +156,27 @@ def texts(folder: str, num_tokens: str, *files: str) -> Row:
         for file in files
     ]
 
-    def measured() -> Row:
-        found = (perplexity_of(stock_nats(dense.model), text, 512) for text in packed)
-        return {Path(file).name: each for file, each in zip(files, found, strict=True)}
+    def measured() -> list[Row]:
+        return [perplexity_of(stock_nats(dense.model), text, 512) for text in packed]
 
-    rows = {"dense": measured()}
+    columns = {"dense": measured()}
     with masked_by(dense, run.layout):
-        rows["as split"] = measured()
+        columns["as_split"] = measured()
     dense = load_here(run.described(), LoadConfig())
     with masked_by(dense, run.layout):
-        rows["repaired"] = measured()
+        columns["repaired"] = measured()
+    own = read_json(Path(folder) / "6_evaluate" / "results.json")
+    found = [
+        {name: column[place] for name, column in columns.items()} for place in range(len(files))
+    ]
+    found.append({"dense": own["dense"], "as_split": own["frozen"], "repaired": own["moe"]})
     stage = run.folder.stage
     return {
-        "model": f"{dense.name}, dequantised",
+        "model": Path(run.model).name,
         "config": read_json(Path(folder) / "config.json"),
-        "perplexity": rows,
+        "rows": [{"text": Path(each["dense"]["text"][0]).name, **each} for each in found],
+        "granularity": own["granularity"],
+        "converted_at": own["provenance"],
         "dense_layers": read_json(stage("dense_layers") / "dense_layers.json"),
         "repair": read_json(stage("repair") / "repair.json"),
         "seconds": run.folder.seconds(*set(STAGES) - {"finetune"}),
