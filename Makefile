@@ -53,7 +53,7 @@ smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched, converted and 
 # multiplies it (see lscpu), and took six times as long on one with AVX2 alone.
 SMOLLM2_DTYPE ?= float32
 SMOLLM2_TASKS := --tasks paper --shots 0 --limit 500 --dtype $(SMOLLM2_DTYPE) $(if $(TASK_DATA),--task-data $(TASK_DATA))
-smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=, WIKI=, BOOKS=, TASK_DATA=)
+smollm2-table: $(SMOLLM2)  ## The table of it, hours (SMOLLM2_DATA=, WIKI=, BOOKS=, TASK_DATA=)
 	$(BIN)/dotmoe evaluate $(SMOLLM2) $(SMOLLM2_TASKS) --out smollm2/dense
 	for run in 0.75:35:0.375 0.5:23:0.25 0.25:11:0.125; do \
 		set -- $$(echo $$run | tr : ' '); \
@@ -117,7 +117,7 @@ results: $(STAMP)  ## Measure the quickstart again, and put it into the README
 	cp quickstart-run/quickstart.json results/quickstart.json
 	$(BIN)/python scripts/update_documents.py
 
-splits: $(STAMP)  ## Six ways to split with three seeds, an hour or more, into the README (WIKI=FILE)
+splits: $(STAMP)  ## Six ways to split with three seeds, an hour or more, into the results (WIKI=FILE)
 	$(BIN)/dotmoe compare embedded splits-run --recipe quickstart --eval-tokens 16384 \
 		--methods random_split static_pruning llama_moe_v2 co_activation cmoe dot_moe \
 		--seeds 0 1 2 --repair --repair-epochs 0 --finetune-steps 100 --finetune-recipe small \

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -42,15 +42,6 @@ def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 def ratio(one: Sequence[float], other: Sequence[float]) -> float:
     """Median of `one / other` within each round."""
     return median(a / b for a, b in zip(one, other, strict=True))
-
-
-def ratio_quartiles(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """First and third quartile of `one / other` within each round."""
-    ratios = [a / b for a, b in zip(one, other, strict=True)]
-    if len(ratios) == 1:
-        return ratios[0], ratios[0]
-    low, _, high = quantiles(ratios, n=4, method="inclusive")
-    return low, high
 
 
 def rates(device: torch.device, dtype: torch.dtype, *others: Product) -> dict[str, float]:

@@ -3,7 +3,7 @@
     python experiments/single_layer.py RUN OUT --active-experts 5
 
 Uses model, text and expert size of RUN, a finished conversion. Every method splits each layer as
-if all others stayed dense, with its own router, CMoE's as published. `DOT-MoE` is its start from
+if all others stayed dense, with its own router, CMoE's as published. `dotmoe` is its start from
 data, and that start trained on the layer alone: affinities and router minimise the squared error of
 the FFN's output, with plan, rounding and estimators as in the alignment. Errors are means over
 held-out tokens: squared error per component, and the same over the dense output's mean square.

@@ -62,7 +62,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let links lead to the site's addresses, and put the commands in."""
     uri = page.file.src_uri
     if COMMANDS_GO_HERE in markdown:
-        markdown = markdown.replace(COMMANDS_GO_HERE, "\n\n".join(map(command_text, COMMANDS)))
+        shown = set[str]()
+        sections = "\n\n".join(command_text(name, shown) for name in COMMANDS)
+        markdown = markdown.replace(COMMANDS_GO_HERE, sections)
 
     def address(link: re.Match[str]) -> str:
         return os.path.relpath(address_of(target_of(uri, link[0])), os.path.dirname(uri) or ".")
@@ -75,22 +77,32 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return LINK.sub(address, PICTURE.sub(both, markdown))
 
 
-def command_text(name: str) -> str:
-    """Section on a command: tables of its options, from the config that its parser is given."""
+def command_text(name: str, shown: set[str]) -> str:
+    """Section on a command: tables of its options, from the config that its parser is given.
+
+    Tables of nested configs that are shown already are only named.
+    """
     with patch("tyro.cli", side_effect=SystemExit) as parser, suppress(SystemExit):
         run([name, "--help-all"])
     default = parser.call_args.kwargs.get("default")
-    tables = "\n\n".join(options_of(parser.call_args.args[0], default))
-    return f"## dotmoe {name}\n\n{COMMANDS[name].help}\n\n{tables}"
+    parts, known = [f"## dotmoe {name}", COMMANDS[name].help], list[str]()
+    for key, table in options_of(parser.call_args.args[0], default):
+        if table in shown:
+            known.append(f"`{key}`")
+        else:
+            parts += [f"### `{key}` {{ #{name}-{key} }}"] * bool(key) + [table]
+        shown.add(table)
+    parts += [f"{', '.join(known)}: as above."] * bool(known)
+    return "\n\n".join(parts)
 
 
-def options_of(cls: Any, default: Any, key: str = "") -> Iterator[str]:
-    """Tables of a config's options, then those of the configs in it, headed by their keys."""
+def options_of(cls: Any, default: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Key and table of a config's options, then those of the configs in it."""
     bases = [base for base in reversed(cls.__mro__) if is_dataclass(base)]
     parsed = [p for base in bases for p in docstring_parser.parse_from_object(base).params]
     texts = {p.arg_name: p.description for p in parsed if p.description}
     rows = ["| option | default | what it does |", "| --- | --- | --- |"]
-    nested = list[str]()
+    nested = list[tuple[str, str]]()
     for field, (name, kind, marks) in zip(fields(cls), marked_fields(cls), strict=True):
         value = getattr(default, name) if default is not None else field.default
         if value is MISSING and field.default_factory is not MISSING:
@@ -102,7 +114,7 @@ def options_of(cls: Any, default: Any, key: str = "") -> Iterator[str]:
             shown = place or f"--{name.replace('_', '-')}"
             rows.append(option_row(shown, kind, value, marks, texts.get(name) or ""))
     if len(rows) > 2:
-        yield "\n".join([f"### `{key}`\n"] * bool(key) + rows)
+        yield key, "\n".join(rows)
     yield from nested
 
 

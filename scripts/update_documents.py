@@ -28,6 +28,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -43,11 +44,12 @@ from dotmoe.measure.evaluate.perplexity import curve_table
 from dotmoe.measure.inspection import inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
 from dotmoe.measure.report.page import quickstart_summary
-from dotmoe.method.config import ExpertsConfig
+from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import family_of
 from dotmoe.pipeline import compare
+from dotmoe.run.config import recipe_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PART = re.compile(
@@ -167,13 +169,43 @@ def main() -> int:
 
 METHODS = {
     "random_split": "random",
-    "by_energy": "by energy, own router: nearly static",
+    "contiguous_split": "neighbours as stored",
+    "by_energy": "by energy",
     "static_pruning": "static pruning",
-    "llama_moe_v2": "LLaMA-MoE v2",
+    "weight_clusters": "weight clusters (MoEfication)",
     "co_activation": "co-activation (MoEfication)",
+    "lte": "LTE, dense weights kept",
+    "llama_moe_v2": "LLaMA-MoE v2",
+    "llama_moe_v2_residual": "LLaMA-MoE v2, residual",
+    "expert_weaver": "ExpertWeaver",
     "cmoe": "CMoE",
-    "dotmoe": "dotmoe's start",
+    "magnitude_2_4": "magnitude, 2:4",
+    "wanda_2_4": "Wanda, 2:4",
+    "sparsegpt_2_4": "SparseGPT, 2:4",
+    "pruner_zero_2_4": "Pruner-Zero, 2:4",
+    "slicegpt": "SliceGPT",
+    "llm_pruner": "LLM-Pruner",
+    "modegpt": "MoDeGPT",
+    "disp_llm": "DISP-LLM",
+    "k_obd": "K-OBD",
+    "llm_surgeon": "LLM Surgeon",
+    "shortgpt": "ShortGPT",
+    "sleb": "SLEB",
 }
+PARTS = {
+    "the paper's recipe": "DOT-MoE (paper), aligned",
+    "our start, weights as they are": "dotmoe, frozen",
+    "repaired, nothing always on": "dotmoe, repaired, nothing always on",
+    "repaired": "dotmoe, repaired by the refit alone",
+    "repaired on four times the tokens, experts of 16": "the same, more tokens, experts of 16",
+    "repaired, then finetuned": "dotmoe, repaired and finetuned",
+    "the refit alone": "refit of W_down alone",
+    "trained behind it, 3 passes": "the default: 3 passes of training after it",
+    "trained, 2 passes of twice the text": "2 passes on twice the text",
+}
+"""Names of rows in documents, where files have other ones."""
+PAPER_TOKENS = 3_500 * 64 * 2_048
+"""Tokens of the paper's alignment."""
 
 
 def made(record: Any) -> str:
@@ -190,14 +222,26 @@ def markdown(table: Any) -> str:
 
 
 def compared(rows: Iterable[Any]) -> list[Any]:
-    """Rows of a comparison, seeds merged, least loss first; each with the `dense` row, its
-    `spread` over seeds, its loss on the `other` text above the dense one, and its tasks' `score`.
+    """Rows of a comparison, seeds merged, least loss first. Each has its method's `name`, the
+    `dense` row, its perplexity `times` dense and with seeds their `spread`, `other_times` on the
+    other text, the tasks' `score`, and its `way`: `pruned`, or router and weights.
     """
     dense, *rest = (Record(row) for row in compare.over_seeds(map(renamed, rows)))
     for row in rest:
-        row["dense"], row["spread"] = dense, compare.spread(row) or Nothing()
-        row["other"] = row.other_loss - dense.other_loss
-        row["score"] = score(row.tasks)
+        row["name"], row["dense"], row["score"] = (
+            METHODS.get(row.value, row.value),
+            dense,
+            score(row.tasks),
+        )
+        row["times"] = math.exp(row.loss_above_dense)
+        row["other_times"] = (
+            math.exp(row.other_loss - dense.other_loss) if row.other_loss else Nothing()
+        )
+        losses = [math.exp(each) for each in row.losses or ()]
+        row["spread"] = f"{min(losses):.2f} to {max(losses):.2f}" if len(losses) > 1 else Nothing()
+        row["way"] = f"{row.router.split(',')[0]}_{row.weights}" if row.router else "pruned"
+        if row.router == "own, not exportable":
+            row["way"] = "true_frozen"
     return sorted(rest, key=lambda row: row.loss_above_dense)
 
 
@@ -209,18 +253,52 @@ def beside(rows: Iterable[Any], key: str, column: str) -> list[Any]:
     return list(found.values())
 
 
-def score(tasks: Any) -> str | Nothing:
-    """Mean accuracy in percent over tasks, and its standard error."""
+def by_method(rows: Iterable[Any]) -> list[Any]:
+    """Conversions of a comparison, a row for each method with its ways; the best repaired first."""
+    found = beside((row for row in compared(rows) if row.way != "pruned"), "name", "way")
+    return sorted(found, key=lambda row: row.ridge_repaired.loss)
+
+
+def by_task(rows: Iterable[Any]) -> list[Any]:
+    """Dense and repaired scores of each task, with their standard errors."""
+    dense, *repaired = (row for row in rows if row.tasks and "finetuned" not in str(row.training))
+    return [
+        Record(task=name, chance=task.chance, dense=score({name: task}))
+        | dict(enumerate(score(row.tasks, [name]) for row in repaired))
+        for name, task in dense.tasks.items()
+    ]
+
+
+def score(tasks: Any, names: Iterable[str] = ()) -> str | Nothing:
+    """Mean accuracy in percent over all or some tasks, and its standard error."""
     if not tasks:
         return Nothing()
-    error = math.hypot(*(task.stderr for task in tasks.values())) / len(tasks)
-    return f"{100 * fmean(task.value for task in tasks.values()):.1f} ± {100 * error:.1f}"
+    counted = [tasks[name] for name in names or tasks]
+    error = math.hypot(*(task.stderr for task in counted)) / len(counted)
+    return f"{100 * fmean(task.value for task in counted):.1f} ± {100 * error:.1f}"
 
 
-def comparison(record: Any) -> str:
-    """All columns of a comparison, as `dotmoe compare` prints them."""
-    summary = json.loads(json.dumps(record))
-    return to_markdown(compare.table(summary | {"rows": [*map(renamed, summary["rows"])]}))
+def above_chance(tasks: Any) -> list[str]:
+    """Tasks on which a model is better than guessing by more than two standard errors."""
+    return [n for n, task in tasks.items() if task.value - task.chance > 2 * task.stderr]
+
+
+def shares(rows: Iterable[Any]) -> list[Any]:
+    """A row for each share of the FFN of `real_model.py table`: perplexity of frozen, repaired and
+    finetuned weights and decoding speed, relative to the dense model; tasks above chance there.
+    """
+    dense, *rest = rows
+    kinds = {"frozen": "frozen", "repaired": "repaired"}
+    found = {1.0: Record(share=1.0, score=score(dense.tasks, above_chance(dense.tasks)))}
+    found[1.0] |= dict.fromkeys((*kinds, "finetuned", "speed"), 1.0)
+    for row in rest:
+        one = found.setdefault(row.active_fraction, Record(share=row.active_fraction))
+        kind = kinds.get(row.training, "finetuned")
+        one[kind] = row.perplexity.wiki / dense.perplexity.wiki
+        if kind == "repaired":
+            one["score"] = score(row.tasks, above_chance(dense.tasks))
+            one["speed"] = row.decode_tokens_per_s / dense.decode_tokens_per_s
+    return list(found.values())
 
 
 def renamed(row: Any) -> Any:
@@ -233,6 +311,10 @@ def quickstart(record: Any) -> str:
     console = Console(file=io.StringIO(), width=96)
     console.print(quickstart_summary(record), soft_wrap=True)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+MODELS = ("LLaMA-2-7B", "LLaMA-3-8B", "Qwen2.5-7B")
+"""Models of the paper that one machine aligns."""
 
 
 def paper_models() -> dict[str, Any]:
@@ -253,26 +335,39 @@ def paper_models() -> dict[str, Any]:
     }
 
 
-def planned() -> list[Any]:
-    """Plans for the paper's models of 7B and 8B on its machine; estimated, not measured."""
+def inspected(model: str, recipe: str, **asked: Any) -> Any:
+    """What `dotmoe inspect --gpu h100` estimates for a model of the paper, not measured."""
     here = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
+    start = recipe_of("convert", recipe)
+    values = {field.name: getattr(start, field.name) for field in fields(start)}
+    asked = values | {"model": model, "load": LoadConfig(device="cpu"), "gpu": "h100"} | asked
+    config = paper_models()[model]
+    return inspect_model(config, InspectConfig(**asked), stored=torch.bfloat16, here=here)
+
+
+def planned() -> list[Any]:
+    """Plans for the paper's models on its machine."""
     rows = []
-    for model, config in paper_models().items():
-        if model == "Qwen2.5-32B":
-            continue
-        experts = ExpertsConfig(expert_size=128, active=0.25, shared=0.0)  # the paper
-        for task in ("align", "finetune"):
-            asked = InspectConfig(
-                model=model,
-                experts=experts,
-                load=LoadConfig(device="cpu"),
-                gpu="h100",
-                gpus=8,
-                finetune_recipe="paper",
-            )
-            plans = inspect_model(config, asked, stored=torch.bfloat16, here=here)["plans"]
-            plan = next(plan for plan in plans if plan["task"] == task)
-            rows.append({"model": model, "task": task, **plan["recommended"], **plan})
+    for model in MODELS:
+        for plan in inspected(model, "paper", gpus=8, finetune_recipe="paper")["plans"]:
+            rows.append({"model": model, **plan["recommended"], **plan})
+    return rows
+
+
+def on_one_gpu(model: str) -> list[Any]:
+    """Memory and hours of conversions of a model on one H100."""
+    rows = []
+    for what, recipe, epochs in (
+        ("dotmoe, `--repair-epochs 0`", "default", 0),
+        ("dotmoe", "default", 3),
+        ("DOT-MoE (paper), a quarter active", "paper", 0),
+    ):
+        plan = inspected(model, recipe, gpus=1, repairing=RepairConfig(repair_epochs=epochs))
+        stages = plan["conversions"][0]["stages"]
+        memory = max(stage["memory_total"] for stage in stages)
+        rows.append(
+            {"what": what, "memory": memory, "hours": sum(stage["hours"] for stage in stages)}
+        )
     return rows
 
 
@@ -324,22 +419,43 @@ def said(verdict: str) -> str:
 
 
 def experiments() -> list[Any]:
-    """Label, title, status and verdicts of every experiment, from its README and results."""
+    """Label, title and status of every experiment, and how many findings have which verdict; what
+    it takes at the paper's scale, and the first sentence on how it differs here.
+    """
     rows = []
     for file in ROOT.glob("experiments/*/README.md"):
         text, name = file.read_text(encoding="utf-8"), file.parent.name
         label, title = re.findall(r"\A# `(.+?)`: (.+)", text)[0]
         (status,) = re.findall(r"^\*\*Status: (.+?)\*\*", text, re.MULTILINE)
+        parts = dict(re.findall(r"^## (.+)\n\n((?:(?!^## ).*\n)+)", text, re.MULTILINE))
+        full = parts["At the paper's scale"]
+        commands = re.findall(r"^(?:dotmoe|python|torchrun) .*?(?= {2}|$)", full, re.MULTILINE)
+        runs = re.findall(r"(\d+) (align|finetun)\w+\s+of\s+([\w.-]+\w)", full)
+        here = re.findall(r"(.+?)(?:\.\s|[:;]\s| \(|$)", parts["Scaled down"], re.DOTALL)
         shows = [
             (one.text, said(one.verdict).strip("*"))
             for result in re.findall(r"from (results/experiments/\S+?\.json)", text)
             for one in load(result).shows
         ]
         counts = Counter(verdict for _, verdict in shows)
-        found = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-        row = {"label": label, "title": title, "status": status, "name": name}
-        rows.append({**row, "found": found, "shows": shows})
+        found = ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items()))
+        row = {"label": label, "title": title, "status": status, "name": name, "runs": runs}
+        more = {
+            "command": f"`{commands[0]}`" if commands else Nothing(),
+            "differs": " ".join(here[0].split()).replace("](..", "](../../experiments"),
+        }
+        rows.append({**row, **more, "found": found or Nothing(), "shows": shows})
     return sorted(rows, key=lambda row: row["label"])
+
+
+def reproduction() -> list[Any]:
+    """The paper's tables and figures among the experiments, with estimated hours on 8 H100."""
+    took = {(plan["model"], plan["task"][:5]): plan["hours"] for plan in planned()}
+    rows = [row for row in experiments() if ":" in row["label"]]
+    for row in rows:
+        each = [int(n) * took[model, task[:5]] for n, task, model in row["runs"]]
+        row["hours"] = f"{sum(each):.1f}" if each else Nothing()
+    return rows
 
 
 def claims() -> list[Any]:

@@ -10,9 +10,13 @@ import json
 import pkgutil
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+import dotmoe
+from dotmoe.rivals.config import BASELINES, PRUNERS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -77,7 +81,46 @@ def test_a_template_gives_rows_and_text_of_a_file(tmp_path, monkeypatch):
 def test_links_lead_somewhere():
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-            assert "://" in target or (document.parent / target).exists(), target
+            is_template = "{" in target
+            assert is_template or "://" in target or (document.parent / target).exists(), target
+
+
+def test_every_page_of_the_site_says_what_it_is_for_and_where_to_go_next():
+    site = (ROOT / "mkdocs.yml").read_text()
+    pages = re.findall(r"(\S+\.md)$", site, re.MULTILINE)
+    inside = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert inside <= set(pages)
+    for page in sorted(inside):
+        text = (ROOT / "docs" / page).read_text()
+        assert re.match(r"# .+\n\nThis page ", text), page
+        assert text.rstrip().splitlines()[-1].startswith("Next: "), page
+
+
+def test_the_front_page_is_short_and_its_counts_are_those_of_the_code():
+    assert len(re.sub(r"<!--.*?-->", "", README, flags=re.DOTALL).split()) <= 900
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["description"] == dotmoe.__doc__.splitlines()[0].rstrip(".")
+    assert project["requires-python"] == ">=3.11"
+    assert "python-3.11" in README
+    assert f"licence-{project['license'].replace('-', '_')[:10]}" in README
+    assert f"\nversion: {dotmoe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    rivals = f"{len(BASELINES)} other ways to split and {len(PRUNERS)} ways to prune"
+    assert rivals in README
+    tuned = dotmoe.finetune_recipe()
+    tokens = tuned.finetune.steps * tuned.finetune.batch_size * tuned.data.seq_len
+    assert f"{tokens:,} tokens of\ndistillation" in README
+
+
+def test_the_papers_recipe_and_the_projects_default_are_told_apart():
+    paper = dotmoe.recipe("paper")
+    assert paper.align.steps * paper.align.batch_size * paper.data.seq_len == updater.PAPER_TOKENS
+    for page in DOCUMENTS:
+        text, is_history = page.read_text(), page.name in ("log.md", "history.md")
+        assert is_history or not re.findall(r"^\|.*\bDOT-MoE(?! \(paper\))", text, re.MULTILINE), (
+            page
+        )
+        served = re.findall(r"^vllm serve .*", text, re.MULTILINE)
+        assert all("--dtype" in line for line in served), page
 
 
 def test_the_map_has_every_label_of_the_paper():

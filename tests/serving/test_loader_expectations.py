@@ -19,7 +19,7 @@ from runs import LLAMA3_ROPE, rope, weights_of
 HERE = Path(__file__).parent
 TABLE = tomllib.loads((HERE / "loader_expectations.toml").read_text())
 EXPECTS = [TABLE["usual"] | entry for entry in TABLE["expects"]]
-GUIDE = HERE.parents[1] / "docs/guides/serve.md"
+GUIDES = [HERE.parents[1] / "docs" / page for page in ("guides/serve.md", "reference/formats.md")]
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 BIASED, SHARED, LEADING = {"attention_bias": True}, {"shared_size": 24}, {"dense_layers": 1}
 
@@ -170,7 +170,7 @@ def test_every_format_and_every_limit_has_a_variant_and_stands_in_the_guide():
     assert {variant[0] for variant in VARIANTS} == served
     known = {f"{entry['server']} {limit['id']}" for entry, limit in all_limits()}
     assert known == {limit for variant in VARIANTS + KERNELS for limit in variant[4]}
-    text = " ".join(GUIDE.read_text().split())
+    text = " ".join(" ".join(map(Path.read_text, GUIDES)).split())
     for entry, limit in all_limits():
         assert limit["says"] in text, f"{entry['server']} {limit['id']}"
     for server in TABLE["servers"].values():

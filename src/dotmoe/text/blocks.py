@@ -366,10 +366,10 @@ def joined(
 ) -> Iterator[tuple[Record, list[int], int]]:
     """Iterate over the pieces of several sources, mixed by weight or one source after the other.
 
-    With weights, the next piece comes from the source with the fewest tokens for its weight;
-    docs/guides/text.md gives bounds on each source's share at any time. If another source comes
-    between the pieces of a long document, the rest of it counts as a document of its own. `last` is
-    the record of the source that was read last, where reading goes on.
+    With weights, the next piece comes from the source with the fewest tokens for its weight: after
+    T tokens a source of share w, longest document s and all sources' longest documents together S
+    has given between wT - wS and wT + s. If another source comes between the pieces of a long
+    document, its rest counts as a document. `last` is the record of the source read last.
 
     Yields the record of the source (updated in place), token ids with their separators, and the
     number of bytes of text.
