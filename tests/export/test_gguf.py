@@ -155,7 +155,7 @@ def test_record_and_card_say_what_was_done(dense_of, write, tmp_path):
     assert max(each["gate_deviation"] for r in record.routers for each in r["runtimes"]) < 1e-6
     card = (tmp_path / "out/README.md").read_text()
     said = ("3 of 12 experts", "llama-server -m model-f32.gguf", "was not installed")
-    for words in (*said, "sliding window of 40", "library_name: gguf"):
+    for words in (*said, "Beyond 40 tokens", "library_name: gguf"):
         assert words in card
 
 
