@@ -40,7 +40,7 @@ from random_models import (
     random_dense,
     random_tokens,
 )
-from rounds import in_turns, keep, medians, rates, ratio, require_device
+from rounds import in_turns, keep, medians, rates, ratio
 
 AFFINITY_STD = 0.3
 """Deviation of random affinities: at temperature 0.1 as sharp as after some hundred steps."""
@@ -144,7 +144,6 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(settings.threads)
     subject = PRESETS[settings.preset]
-    require_device(subject.device)
     if settings.layers:
         subject = replace(subject, shape=replace(subject.shape, layers=settings.layers))
     record = measured(subject, settings.rounds, settings.seed)

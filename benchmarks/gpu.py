@@ -30,7 +30,7 @@ from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import describe_dense, left_on_disk, load_dense
 from dotmoe.text.blocks import TokenBlocks
 from random_models import Shape, random_layout, random_tokens, write_random_dense
-from rounds import keep, require_device
+from rounds import keep
 
 TINY = Subject(shape=Shape(64, 192, 2, 4, 2, 2_048, 256), experts=8, active=2, seq_len=32)
 LAYERS = 4
@@ -51,7 +51,6 @@ class Settings:
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     subject = TINY if settings.tiny else alignment_step.PRESETS["qwen25_7b"]
-    require_device(subject.device)
     for part in settings.parts:
         found = measured(part, subject, settings.rounds)
         before = read_json(settings.out) if settings.out.exists() else {}

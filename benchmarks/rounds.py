@@ -73,9 +73,3 @@ def keep(out: Path | str, figures: dict[str, Any], seed: int = 0) -> None:
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"origin": "measured", **figures, "provenance": provenance(seed)})
-
-
-def require_device(device: str) -> None:
-    """Exit with a message if a GPU is needed and there is none."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("This needs a CUDA device, and there is none here.")

@@ -9,9 +9,10 @@ on the device, with the config that an export writes: speed does not depend on w
 learned.
 """
 
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -29,7 +30,7 @@ from dotmoe.method.granularity import Granularity, resolve
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
 from random_models import QWEN25_7B, Shape, default_dtype, random_dense
-from rounds import keep, require_device
+from rounds import keep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +86,6 @@ class Settings:
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     preset = PRESETS[settings.preset]
-    require_device(preset.device)
     if settings.layers:
         preset = replace(preset, shape=replace(preset.shape, layers=settings.layers))
     dense = dense_of(preset, settings.seed)
@@ -141,21 +141,16 @@ def random_moe(dense: DenseModel, split: Granularity, form: str) -> Any:
     return model.requires_grad_(False).eval()
 
 
-class Here:
+class Here(ExitStack):
     """A runner of a model in this process, in place of a worker process."""
 
     def __init__(self, target: str, *arguments: Any, **names: str) -> None:
+        super().__init__()
         self.runner = TransformersRunner(*arguments)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Result of calling a method of the runner."""
         return getattr(self.runner, method)(*arguments)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 if __name__ == "__main__":

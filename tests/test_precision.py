@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dotmoe.common.distributed import product_in_float32
+from dotmoe.common.distributed import in_fast_products, product_in_float32
 from dotmoe.method.calibrate import block_inputs
 from dotmoe.method.repair import NormalEquations
 from dotmoe.method.router import router_logits
@@ -93,3 +93,11 @@ def test_energies_of_heads(dense_of, tokens_BT, lowered):
             energy()
         assert watch.seen
         assert all(seen[2:] == ["highest", False] for seen in watch.seen)
+
+
+def test_fast_products_are_those_of_the_context_alone(lowered):
+    with in_fast_products(), Watch() as watch:
+        assert flags()[:2] == ["tf32", "bf16"]
+        gram()
+    assert {tuple(each[:2]) for each in watch.seen} == {("ieee", "ieee")}
+    assert flags()[:2] == lowered[:2]  # torch may tell the name that fits these now

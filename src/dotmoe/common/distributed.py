@@ -71,6 +71,21 @@ def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+@contextmanager
+def in_fast_products() -> Iterator[None]:
+    """Within this context, factors of float32 products may be rounded where that is faster.
+
+    To TF32 on GPUs, to bfloat16 on CPUs that multiply it in hardware: cuBLAS and oneDNN know where.
+    Sums stay float32, and so does what runs within `in_float32`. Also decorates functions.
+    """
+    before, legacy = [backend.fp32_precision for backend in _MATMUL], _legacy_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        _set_precision(before, legacy)
+
+
 def _legacy_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()

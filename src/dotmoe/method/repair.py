@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dotmoe.common.distributed import in_float32
+from dotmoe.common.distributed import in_fast_products, in_float32
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
 from dotmoe.common.progress import Update, no_update
@@ -38,7 +38,7 @@ RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 SOLUTIONS = 4
 """Solutions that a layer usually takes: three near the last layer's penalty, and the final one."""
 _TOKENS_AN_INPUT, HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
-BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
+BATCH, _RATE, _WARMUP = 512, 0.02, 0.1
 """Training: tokens per step, peak learning rate as a share of a matrix's root mean square, and
 share of the steps that warm up."""
 
@@ -211,6 +211,7 @@ def train(
 
 
 @torch.no_grad()
+@in_fast_products()
 def repair(
     dense: DenseModel,
     layout: ExpertLayout,
