@@ -38,9 +38,9 @@ RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 SOLUTIONS = 4
 """Solutions that a layer usually takes: three near the last layer's penalty, and the final one."""
 _TOKENS_AN_INPUT, HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
-BATCH, _RATE, _WARMUP = 512, 0.02, 0.1
-"""Training: tokens per step, peak learning rate as a share of a matrix's root mean square, and
-share of the steps that warm up."""
+BATCH, _MANY_TOKENS, _RATE, _WARMUP = 512, 50_000, 0.02, 0.1
+"""Training: tokens per step (half of it on a text of fewer tokens than `_MANY_TOKENS`), peak
+learning rate as a share of a matrix's root mean square, and share of the steps that warm up."""
 
 
 def repair_tokens(config: RepairConfig, split: Granularity, dense_config: Any) -> int:
@@ -189,16 +189,17 @@ def train(
         for p in trained.values()
     ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    a_pass = math.ceil(num / BATCH)
+    batch = BATCH if num >= _MANY_TOKENS else BATCH // 2  # else steps are too few
+    a_pass = math.ceil(num / batch)
     steps = a_pass * epochs
     rate = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     generator = torch.Generator().manual_seed(problem.layer)
     for step in range(steps):
         if step % a_pass == 0:
-            batches = torch.split(torch.randperm(num, generator=generator), BATCH)
+            batches = torch.split(torch.randperm(num, generator=generator), batch)
         with problem.with_active_experts(ks[step % len(ks)]), torch.enable_grad():
-            loss = error(trained, batches[step % a_pass]) / BATCH
+            loss = error(trained, batches[step % a_pass]) / batch
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
