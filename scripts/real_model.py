@@ -4,6 +4,7 @@
     python scripts/real_model.py parts results/smollm2_parts.json 'the start=RUN' ...
     python scripts/real_model.py rows results/smollm2_rows.json COMPARED TASKS
     python scripts/real_model.py texts results/gemma3_270m.json RUN TOKENS TEXT...
+    python scripts/real_model.py conversions results/first_contact.json RUN...
 
 `table`: the README's table. Each RUN is the folder of a `convert --repair` or a `finetune`. Results
 of `dotmoe evaluate` on it, or with `--against` on the dense model, count if their `--out` is in the
@@ -19,8 +20,13 @@ commits at which rows were made: a comparison may be resumed at another commit.
 
 `texts`: the dense model of a repaired run, its split before and after the repair, each on TOKENS
 tokens of every text, in windows of 512; with what the run found on the way.
+
+`conversions`: what `convert` chose for each RUN, the time of its stages beside the plan, and its
+perplexities on its own held-out text and on texts evaluated with `--against` into RUN. The plan,
+RUN/plan.json, is the output of `dotmoe inspect --json` with the same options on the same machine.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +36,7 @@ from dotmoe.common.files import read_json, write_json
 from dotmoe.export.record import ExportRecord
 from dotmoe.measure.config import TextConfig
 from dotmoe.measure.evaluate.models import stock_nats
-from dotmoe.measure.evaluate.perplexity import packed_text
+from dotmoe.measure.evaluate.perplexity import difference, packed_text
 from dotmoe.measure.evaluate.perplexity import perplexity as perplexity_of
 from dotmoe.method.masked import masked_by
 from dotmoe.models.config import LoadConfig
@@ -184,6 +190,52 @@ def texts(folder: str, num_tokens: str, *files: str) -> Row:
     }
 
 
+def conversions(*folders: str) -> Row:
+    """A row for each conversion: its choices, time, plan, and perplexities beside dense."""
+    rows = []
+    for folder in map(Path, folders):
+        results = read_json(folder / "6_evaluate" / "results.json")
+        measured = [(results["dense"], results["moe"])]
+        for file in sorted(folder.glob("*/perplexity.json")):
+            found = read_json(file)
+            measured.append((found["against"], found["model"]))
+        texts = {}
+        for dense, made in measured:
+            above, stderr = difference(made, dense)
+            texts[Path(dense["text"][0]).name.partition(".")[0]] = {
+                "dense": dense["perplexity"],
+                "converted": made["perplexity"],
+                "times_dense": math.exp(above),
+                "nats_above_dense": above,
+                "stderr": stderr,
+                "windows": len(dense["window_losses"]),
+            }
+        (plan,) = (
+            each
+            for each in read_json(folder / "plan.json")["conversions"]
+            if each["gpu"] == "this CPU"
+        )
+        stages = RunFolder(folder).manifest["stages"]
+        seconds = {name: each["seconds"] for name, each in stages.items()}
+        rows.append(
+            {
+                "model": f"{Path(results['config']['model']).name}, dequantised",
+                "time": results["config"]["time"],
+                "chosen": results["granularity"],
+                "repair_tokens": results["repair"]["tokens"],
+                "planned_seconds": {each["stage"]: 3600 * each["hours"] for each in plan["stages"]},
+                "seconds": seconds,
+                "planned": 3600 * plan["hours"],
+                "total": sum(seconds.values()),
+                "before_repair": results["frozen"]["perplexity"],
+                "texts": texts,
+                "made": results["provenance"],
+            }
+        )
+    commits = dict.fromkeys(row["made"]["commit"] for row in rows)
+    return {"rows": rows, "provenance": provenance(0) | {"commit": ", ".join(commits)}}
+
+
 if __name__ == "__main__":
     what, out, *given = sys.argv[1:]
     collect: dict[str, Callable[..., Row]] = {
@@ -191,5 +243,6 @@ if __name__ == "__main__":
         "parts": parts,
         "rows": rows,
         "texts": texts,
+        "conversions": conversions,
     }
     write_json(Path(out), collect[what](*given))
