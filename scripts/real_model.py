@@ -1,7 +1,6 @@
 """Collect finished runs of one dense model into a result file.
 
     python scripts/real_model.py table results/smollm2.json DENSE RUN...
-    python scripts/real_model.py parts results/smollm2_parts.json 'the start=RUN' ...
     python scripts/real_model.py rows results/smollm2_rows.json COMPARED TASKS
     python scripts/real_model.py texts results/gemma3_270m.json RUN TOKENS TEXT...
     python scripts/real_model.py conversions results/first_contact.json RUN...
@@ -10,9 +9,6 @@
 of `dotmoe evaluate` on it, or with `--against` on the dense model, count if their `--out` is in the
 run folder; for tasks, if it is the run folder itself, or DENSE. RUN/bench.json is the output of
 `dotmoe bench --json` for its GGUF file and the dense one.
-
-`parts`: how close runs stay to the dense model. First run `dotmoe evaluate RUN --against DENSE
---text TEXT --fidelity --out RUN/near-TEXT`.
 
 `rows`: the rows of a comparison, with the scores of `dotmoe evaluate COMPARED/ROW --tasks ... --out
 TASKS/ROW` added. A conversion's scores belong to the weights that it exports. `made_at` lists the
@@ -41,8 +37,6 @@ from dotmoe.measure.evaluate.perplexity import perplexity as perplexity_of
 from dotmoe.method.masked import masked_by
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_here
-from dotmoe.pipeline import compare
-from dotmoe.run.config import RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RunFolder, provenance
 
@@ -108,35 +102,6 @@ def table(dense_folder: str, *folders: str) -> Row:
         rows[0] |= dense
         rows += made
     return {"rows": rows, "provenance": provenance(0) | {"commit": ", ".join(commits)}}
-
-
-def parts(*runs: str) -> Row:
-    """A row for each run: its experts, its tokens, its nats above dense, and its KL by text."""
-    rows = []
-    for name, run in (each.split("=", 1) for each in runs):
-        finished, results = FinishedRun(Path(run)), read_json(Path(run, "6_evaluate/results.json"))
-        export, config = ExportRecord.load(Path(run) / "5_export"), finished.config
-        tokens = results.get("repair", {}).get("tokens", 0)
-        if isinstance(config, RunConfig):
-            tokens += compare.text_tokens(config, results["steps"], finished.described())
-        else:
-            tokens = results["tokens"]  # without those of its source
-        near = {
-            file.parent.name: read_json(file) for file in Path(run).glob("near-*/fidelity.json")
-        }
-        rows.append(
-            {
-                "name": name,
-                **{n: getattr(export, n) for n in ("active_experts", "num_experts", "shared_size")},
-                "text_tokens": tokens,
-                "commit": results["provenance"]["commit"],
-                "nats_above_dense": results["moe"]["loss"] - results["dense"]["loss"],
-                "kl": {text.removeprefix("near-"): near[text]["kl"] for text in sorted(near)},
-            }
-        )
-    commits = ", ".join(dict.fromkeys(each["commit"] for each in rows))
-    made = provenance(0) | {"commit": commits}
-    return {"origin": "measured", "rows": rows, "provenance": made}
 
 
 def rows(compared: str, tasks: str) -> Row:
@@ -240,7 +205,6 @@ if __name__ == "__main__":
     what, out, *given = sys.argv[1:]
     collect: dict[str, Callable[..., Row]] = {
         "table": table,
-        "parts": parts,
         "rows": rows,
         "texts": texts,
         "conversions": conversions,
