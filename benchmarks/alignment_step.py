@@ -86,7 +86,7 @@ class Subject:
         """The step as the estimates of `dotmoe inspect` describe it."""
         config, dtype = llama_config(self.shape), getattr(torch, self.dtype)
         return PlannedStep(
-            sizes=Sizes(config, self.split, stored=dtype, written=dtype),
+            sizes=Sizes(config, (self.split,), stored=dtype, written=dtype),
             batch_size=self.batch,
             seq_len=self.seq_len,
             micro_batch_size=self.micro_batch,
@@ -189,8 +189,8 @@ class Step:
         self.task = Alignment(
             dense,
             self.blocks,
-            random_state(subject, seed),
-            subject.split,
+            (random_state(subject, seed),),
+            (subject.split,),
             self.config,
             AssignmentConfig(),
             seed=seed,

@@ -91,12 +91,12 @@ def timed(part: str, subject: Subject, scratch: Path) -> dict[str, Any]:
         dense = load_dense(str(source), LoadConfig(dtype="auto", device=subject.device))
         tokens = TokenBlocks(random_tokens(shape, 32, subject.seq_len, seed=1))
         asked = RepairConfig(repair_tokens=32 * subject.seq_len)
-        found["tokens"] = repair(dense, layout, tokens, asked, folder=out)["tokens"]
+        found["tokens"] = repair(dense, (layout,), tokens, asked, folder=out)["tokens"]
     else:
         described = describe_dense(str(source))
         dense = described if on_cpu else left_on_disk(described, LoadConfig(device=subject.device))
         text_BT = random_tokens(shape, 1, 2_048, seed=0).long()
-        record = export(dense, layout, out, ExportConfig(), text_BT)
+        record = export(dense, (layout,), out, ExportConfig(), text_BT)
         found["verification"] = record.verification_in_short()
     seconds = time.monotonic() - started
     peak = None if on_cpu else torch.cuda.max_memory_allocated()

@@ -83,7 +83,7 @@ class Case:
     def planned(self, layers: int | None = None) -> int:
         """The planner's peak, in bytes."""
         config = config_of(self.model, layers)
-        sizes = Sizes(config, split_of(config), stored=torch.bfloat16, written=torch.bfloat16)
+        sizes = Sizes(config, (split_of(config),), stored=torch.bfloat16, written=torch.bfloat16)
         step = Step(
             sizes=sizes,
             batch_size=2 * self.micro_batch_size * self.ranks,
@@ -261,7 +261,7 @@ def _alignment(case: Case, config: Any, ranks: Any) -> Alignment:
         batch_size=2 * case.micro_batch_size * case.ranks, micro_batch_size=case.micro_batch_size
     )
     blocks: Any = Tokens(case.seq_len)
-    task = Alignment(dense, blocks, state, split, how, AssignmentConfig(), seed=0)
+    task = Alignment(dense, blocks, (state,), (split,), how, AssignmentConfig(), seed=0)
     for part in task.parts:  # a run keeps the start on the device only while it begins
         part.initial = None  # type: ignore[assignment]
     return task

@@ -63,7 +63,7 @@ def annealed(groups: list[dict[str, Any]], steps: int) -> tuple[AdamW, CosineAnn
 def measured(dense: DenseModel, found: FinishedRun, routers: list[Tensor]) -> dict[str, Any]:
     """Perplexity under the threshold, and the share of neurons that run."""
     shares: list[Tensor] = []
-    made = Baseline(layout=found.layout, own={"router": torch.stack(routers).detach()})
+    made = Baseline(layout=found.layouts[0], own={"router": torch.stack(routers).detach()})
     with torch.no_grad(), routed_by_own("lte", dense, made, shares):
         heldout = {found.text.heldout_name: found.text.heldout}
         result = heldout_perplexity(dense.model, dense.tokenizer, heldout)
@@ -73,7 +73,7 @@ def measured(dense: DenseModel, found: FinishedRun, routers: list[Tensor]) -> di
 def main() -> None:
     settings = tyro.cli(Settings)
     found = FinishedRun(settings.run)
-    dense, layout = load_described(found.described(), LoadConfig(dtype="float32")), found.layout
+    dense, layout = load_described(found.described(), LoadConfig(dtype="float32")), found.layouts[0]
     training = found.text.training
     experts = {i: layout.expert_of_neuron_LN[i] for i in layout.moe_layers}
     generator = torch.Generator().manual_seed(settings.seed)

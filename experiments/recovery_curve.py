@@ -82,7 +82,7 @@ def main() -> None:
     training = TokenBlocks.load(text_file)
     heldout = Heldout(dense, settings.heldout_tokens)
     dense_result = heldout.measured()
-    with masked_by(dense, found.layout):
+    with masked_by(dense, *found.layouts):
         start = heldout.measured()
     points: list[dict[str, Any]] = []
     recent: list[float] = []
@@ -104,7 +104,7 @@ def main() -> None:
     model = meta_model(described.config, torch.float32)
     described = replace(described, model=model, weights="meta")
     with fsdp_mesh(torch.device("cpu"), shard=False) as ranks:
-        student = Student(described, found.layout, config, ranks, seed=0)
+        student = Student(described, found.layouts[0], config, ranks, seed=0)
         heldout.dense = student.dense
         task = Finetuning(student, dense, training, config, seed=0)
         train(task, settings.out, on_step=on_step)

@@ -95,7 +95,7 @@ def main() -> None:
     assert isinstance(config, RunConfig)
     dense = load_dense(found.model, LoadConfig(dtype="float32"))
     text, k = found.text, settings.active_experts
-    split = replace(found.layout.granularity, active_experts=k)
+    split = replace(found.layouts[0].granularity, active_experts=k)
     layers = settings.layers or tuple(range(dense.widths.layers))
     settings.out.mkdir(parents=True, exist_ok=True)
     rows = text.heldout.tokens_BT[: max(1, settings.heldout_tokens // text.heldout.seq_len)]
@@ -122,8 +122,8 @@ def main() -> None:
         task = LayerByLayer(
             dense,
             text.training,
-            start,
-            split,
+            (start,),
+            (split,),
             align,
             config.assignment,
             seed=settings.seed,
@@ -131,7 +131,7 @@ def main() -> None:
         task.layers = layers
         with masked(dense, task.maskings):
             train(task, settings.out, on_step=_say)
-        after = extract(task.learned(), split, config.assignment)
+        after = extract(task.learned()[0], split, config.assignment)
         methods["dot_moe"] = list(errors(lambda: masked_by(dense, after)))
     for method in RIVALS:
         made = _split(method, dense, found, settings)
@@ -157,7 +157,7 @@ def _split(method: str, dense: DenseModel, found: FinishedRun, settings: Setting
     """A method's split of every layer, each on the dense model's inputs."""
     config = found.config
     assert isinstance(config, RunConfig)
-    split = replace(found.layout.granularity, active_experts=settings.active_experts)
+    split = replace(found.layouts[0].granularity, active_experts=settings.active_experts)
     split = granularity_of(method, split)
     inputs = SplitInputs(
         dense=dense,

@@ -131,10 +131,10 @@ def texts(folder: str, num_tokens: str, *files: str) -> Row:
         return [perplexity_of(stock_nats(dense.model), text, 512) for text in packed]
 
     columns = {"dense": measured()}
-    with masked_by(dense, run.layout):
+    with masked_by(dense, *run.layouts):
         columns["as_split"] = measured()
     dense = load_here(run.described(), LoadConfig())
-    with masked_by(dense, run.layout):
+    with masked_by(dense, *run.layouts):
         columns["repaired"] = measured()
     own = read_json(Path(folder) / "6_evaluate" / "results.json")
     found = [

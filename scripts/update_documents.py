@@ -479,7 +479,7 @@ def trained() -> list[Any]:
     for model, config in paper_models().items():
         experts = config.intermediate_size // 128
         split = Granularity(num_experts=experts, expert_size=128, active_experts=experts // 4)
-        total = count_parameters(config, family_of(config), split).dense_total
+        total = count_parameters(config, family_of(config), (split,)).dense_total
         learned = experts * (config.intermediate_size + config.hidden_size)
         rows.append({"model": model, "share": learned * config.num_hidden_layers / total})
     return rows

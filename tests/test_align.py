@@ -53,7 +53,7 @@ def split_of(dense, **options):
 def alignment(dense, blocks, config=CONFIG, *, kind=Alignment, split=None, **assignment):
     split = split or split_of(dense)
     start = random_state(dense, columns=split.columns)
-    return kind(dense, blocks, start, split, config, AssignmentConfig(**assignment), seed=0)
+    return kind(dense, blocks, (start,), (split,), config, AssignmentConfig(**assignment), seed=0)
 
 
 def gradients(dense, blocks, config=CONFIG, **options):
@@ -148,7 +148,7 @@ def test_leading_dense_layers_are_neither_trained_nor_measured(dense, blocks, tm
     """Nor decayed: their part of the state comes back as it was, and metrics are of the others."""
     split, metrics = split_of(dense, first_dense_layers=1), {}
     task = alignment(dense, blocks, split=split)
-    final, initial = align(task, tmp_path, on_step=metrics.__setitem__), task.parts[0].initial
+    (final,), initial = align(task, tmp_path, on_step=metrics.__setitem__), task.parts[0].initial
     for before, after in ((initial.affinity_LNE, final.affinity_LNE),
                           (initial.router_LED, final.router_LED)):  # fmt: skip
         assert torch.equal(before[0], after[0])
@@ -191,7 +191,8 @@ def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
         folder = tmp_path / str(checkpointing)
         folder.mkdir()
         with ffn.register_forward_pre_hook(lambda *_: runs.append(True)):
-            return align(alignment(dense, blocks, config), folder), len(runs)
+            (state,) = align(alignment(dense, blocks, config), folder)
+            return state, len(runs)
 
     (kept, runs), (recomputed, more_runs) = learned(False), learned(True)
     assert (runs, more_runs) == (2 * CONFIG.steps, 3 * CONFIG.steps)
@@ -212,7 +213,7 @@ def test_a_teacher_that_teaches_nothing_does_not_run(kl_weight, passes, dense, b
 @pytest.mark.parametrize("fixed", [{"learn_assignment": False}, {"lr_affinity": 0.0}])
 def test_the_split_stays_while_its_router_learns(fixed, dense, blocks, tmp_path):
     task = alignment(dense, blocks, replace(CONFIG, **fixed))
-    final, initial = align(task, tmp_path), task.parts[0].initial
+    (final,), initial = align(task, tmp_path), task.parts[0].initial
     assert torch.equal(initial.affinity_LNE, final.affinity_LNE)
     assert not torch.equal(initial.router_LED, final.router_LED)
     layout = extract(initial, split_of(dense), AssignmentConfig())
@@ -270,7 +271,7 @@ def test_routers_in_the_models_dtype_route_as_plain_bfloat16_does(tiny_dense, bl
     assert 0.001 < is_tied.float().mean() < 0.2  # float32 has none
     lowest = torch.where(mask_TE > 0, (x_TD @ part.router_LED[1].T).float(), torch.inf).amin(1)
     assert torch.equal(lowest, values[:, K - 1].float())
-    assert task.learned().router_LED.dtype == torch.float32
+    assert task.learned()[0].router_LED.dtype == torch.float32
 
 
 def test_float16_is_refused(tiny_dense, blocks, tmp_path):

@@ -56,10 +56,10 @@ def aligned(device, dense, blocks, *, start, solver, split=SPLIT):
     dense = dense(device)
     config, assignment = AlignConfig(**STEP), AssignmentConfig(solver=solver)
     state = calibrate(dense, blocks, split, CalibrateConfig(start=start), seed=0)
-    task = Alignment(dense, blocks, state, split, config, assignment, seed=0)
+    task = Alignment(dense, blocks, (state,), (split,), config, assignment, seed=0)
     with masked(dense, task.maskings):
         metrics, learned = stepped(task)
-    layout = extract(task.learned(), split, assignment)
+    layout = extract(task.learned()[0], split, assignment)
     return metrics, [*learned, layout.expert_of_neuron_LN, layout.router_LED]
 
 
@@ -78,7 +78,7 @@ def repaired(device, dense, blocks, *, layout, folder):
     config = RepairConfig(repair_epochs=1, repair_tokens=192)
     folder = folder / device.type
     folder.mkdir()
-    metrics = repair(dense(device), layout, blocks, config, folder=folder)
+    metrics = repair(dense(device), (layout,), blocks, config, folder=folder)
     return {str(each["layer"]): each["trained_error"] for each in metrics["layers"]}, []
 
 

@@ -28,14 +28,16 @@ from dotmoe.common.files import (
 from dotmoe.export.format import TensorSpec
 from dotmoe.export.gguf_file import write_gguf
 from dotmoe.export.transformers_format import write_checkpoint
-from dotmoe.method.layout import AlignState
+from dotmoe.method.layout import AlignState, save_states
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e5])  # the last is infinite in 16 bits
 @pytest.mark.parametrize(
     "save",
     [
-        lambda bad, path: AlignState(affinity_LNE=bad, router_LED=bad, step=0).save(path / "s"),
+        lambda bad, path: save_states(
+            (AlignState(affinity_LNE=bad, router_LED=bad, step=0),), path
+        ),
         lambda bad, path: save_tensors({"whole": torch.arange(3), "affinity": bad}, path / "s"),
         lambda bad, path: write_checkpoint([TensorSpec.of("affinity", bad, bad.dtype)], path, 99),
         lambda bad, path: write_gguf(

@@ -1,9 +1,19 @@
+import json
+
 import pytest
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import check
 from dotmoe.method.config import ExpertsConfig
-from dotmoe.method.granularity import default_expert_size, resolve, resolve_heads, splits_of
+from dotmoe.method.granularity import (
+    default_expert_size,
+    from_record,
+    resolve,
+    resolve_heads,
+    splits_of,
+    targets_of,
+    to_record,
+)
 
 
 def split(width, **settings):
@@ -85,7 +95,8 @@ def test_splits_of_heads_and_what_does_not_fit():
     odd = resolve_heads(ExpertsConfig(targets="attention", active_attention=0.5), 9)
     assert (odd.num_experts, odd.expert_size, odd.active_experts) == (9, 1, 5)
     both = splits_of(ExpertsConfig(targets="both"), 768, 6)
-    assert (both.units, both.target, both.targets) == (768, "ffn", "both")
-    assert (both.beside.units, both.beside.target, both.beside.targets) == (6, *["attention"] * 2)
+    assert [(split.units, split.target) for split in both] == [(768, "ffn"), (6, "attention")]
+    assert [targets_of(each) for each in (both, both[:1], both[1:])] == ["both", "ffn", "attention"]
+    assert from_record(json.loads(json.dumps(to_record(both)))) == both
     with pytest.raises(UserError, match=r"heads_per_expert is 4, which does not divide the 9 .* 3"):
         resolve_heads(ExpertsConfig(targets="attention", heads_per_expert=4), 9)

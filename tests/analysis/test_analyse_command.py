@@ -84,12 +84,12 @@ def test_one_layer_split_by_itself_is_a_layout_whose_others_are_dense(folder):
         logits = dense.model(input_ids=tokens).logits[:, :-1]
         return float(cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
 
-    split = run.layout.expert_of_neuron_LN.clone()
+    split = run.layouts[0].expert_of_neuron_LN.clone()
     split[0] = ALWAYS_ON
     reference = loss()
-    with masked_by(dense, replace(run.layout, expert_of_neuron_LN=split)):
+    with masked_by(dense, replace(run.layouts[0], expert_of_neuron_LN=split)):
         assert values["alone_L"][1] == pytest.approx(loss() - reference, abs=1e-5)
-    with masked_by(dense, run.layout):
+    with masked_by(dense, *run.layouts):
         assert values["at_once"] == pytest.approx(loss() - reference, abs=1e-5)
     assert (values["layers"], values["dense"]) == ([0, 1], pytest.approx(reference, abs=1e-5))
 

@@ -59,17 +59,17 @@ def test_routes_are_the_largest_logits_of_every_token(dense, layout_of, tokens, 
     logits_TE = x_TD.double().numpy() @ layout.router_LED[-1].double().numpy().T
     expected_TK = np.argsort(-logits_TE, axis=1)[:, :K]
     done = []
-    routes = captured_routes(dense, layout, tokens, lambda *told: done.append(told))["ffn"]
+    routes = captured_routes(dense, (layout,), tokens, lambda *told: done.append(told))["ffn"]
     assert np.array_equal(routes.numpy(), expected_TK[None])
     assert done == [(3, 10), (6, 10), (9, 10), (10, 10)]
 
-    analysed = SimpleNamespace(layers=layout.moe_layers, routes={"ffn": routes}, layout=layout)
+    analysed = SimpleNamespace(layers=layout.moe_layers, routes={"ffn": routes}, layouts=(layout,))
     used, _ = utilisation(analysed)
     counted = [(expected_TK == expert).any(axis=1).mean() for expert in range(E)]
     assert used["layers"] == [1]
     assert used["share_LE"][0] == pytest.approx(counted)
 
-    torch.testing.assert_close(router_inputs(dense, layout, tokens, 1), x_TD)
+    torch.testing.assert_close(router_inputs(dense, (layout,), tokens, 1), x_TD)
 
 
 def test_a_later_layer_sees_what_the_masked_layers_before_it_give(dense, layout, tokens):
@@ -77,9 +77,9 @@ def test_a_later_layer_sees_what_the_masked_layers_before_it_give(dense, layout,
     last = layout.router_LED[-1]
     both = replace(layout, expert_of_neuron_LN=layout.expert_of_neuron_LN[[1, 1]], active_experts=E)
     dense_first = (inputs_of_the_last_ffn(dense, tokens) @ last.T).argmax(dim=1)
-    everything = captured_routes(dense, both, tokens)["ffn"]
+    everything = captured_routes(dense, (both,), tokens)["ffn"]
     assert torch.equal(everything[1, :, 0].long(), dense_first)
-    one = captured_routes(dense, replace(both, active_experts=1), tokens)["ffn"]
+    one = captured_routes(dense, (replace(both, active_experts=1),), tokens)["ffn"]
     assert not torch.equal(one[1, :, 0].long(), dense_first)
 
 

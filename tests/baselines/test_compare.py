@@ -97,7 +97,7 @@ def test_a_shared_expert_is_aligned_exported_and_finetuned(
     assert not out.exists()
     assert command("convert", model, out, **options).status == 0
     results, layout = results_in(out), layout_in(out)
-    shared = 8 * round(layout.num_neurons / 8 / 4)
+    shared = 8 * round(layout.granularity.units / 8 / 4)
     assert results["granularity"]["shared_size"] == layout.granularity.shared_size == shared
     assert results["verification"]["largest_block_error"] < 0.02
     state = load_file(out / "2_align" / "state.safetensors")

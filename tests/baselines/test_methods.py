@@ -20,12 +20,13 @@ from dotmoe.method.layout import ALWAYS_ON, DROPPED, extract
 from dotmoe.method.transport import greedy_assignment
 from dotmoe.rivals.baselines import (
     METHODS,
-    Baseline,
     SplitInputs,
     baseline,
     contract,
     granularity_of,
+    load_baselines,
     routed_by_own,
+    save_baselines,
     state_of,
 )
 from dotmoe.rivals.baselines.contract import balanced_kmeans, optimal_assignment
@@ -161,8 +162,8 @@ def test_dense_layers_stay_dense_and_what_is_saved_is_loaded(inputs_of, tmp_path
         "cmoe", replace(inputs, granularity=replace(inputs.granularity, first_dense_layers=1))
     )
     assert (made.layout.moe_layers.start, made.layout.granularity.shared_size) == (1, 2 * S)
-    made.save(tmp_path)
-    again = Baseline.load(tmp_path)
+    save_baselines((made,), tmp_path)
+    (again,) = load_baselines(tmp_path)
     assert torch.equal(again.layout.expert_of_neuron_LN, made.layout.expert_of_neuron_LN)
     assert torch.equal(again.own["representative"], made.own["representative"])
 

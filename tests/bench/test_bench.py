@@ -41,7 +41,7 @@ def pair(dense_of, layout_of, tokens_BT, tmp_path_factory):
     dense = dense_of("llama")
     (folder / "dense").symlink_to(dense.folder)
     for name in ("glm4_moe", "mixtral"):
-        export(dense, layout_of(dense), folder / name, ExportConfig(format=name), tokens_BT)
+        export(dense, (layout_of(dense),), folder / name, ExportConfig(format=name), tokens_BT)
     return folder
 
 
@@ -54,7 +54,7 @@ def gguf_pair(dense_of, layout_of, tokens_BT, tmp_path_factory):
     options = {"verify_tokens": 64, "gguf_type": "f32", "gguf_tokenizer": "none"}
     for kind, name in (("dense", "gguf_dense"), ("glm4_moe", "gguf_glm4moe")):
         config = GgufConfig(format=name, **options)
-        export(dense, layout_of(dense), folder / kind, config, tokens_BT)
+        export(dense, (layout_of(dense),), folder / kind, config, tokens_BT)
     return {kind: folder / kind / "model-f32.gguf" for kind in ("dense", "glm4_moe")}
 
 

@@ -11,7 +11,6 @@ from huggingface_hub.errors import XetDownloadError
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.export import llama_cpp
 from dotmoe.method.config import CalibrateConfig
-from dotmoe.method.finetuning import write_weights
 from dotmoe.method.granularity import Granularity
 from dotmoe.models import checkpoint
 from dotmoe.models import on_disk as module
@@ -19,6 +18,7 @@ from dotmoe.models.checkpoint import Tensors, checkpoint_folder
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import describe_dense, whole_weights
 from dotmoe.models.on_disk import exported_on_disk, on_disk, parts_of
+from dotmoe.models.save import write_weights
 from dotmoe.rivals.baselines import SplitInputs, baseline, granularity_of
 from dotmoe.rivals.baselines.contract import next_token_loss
 from dotmoe.rivals.config import BaselineConfig

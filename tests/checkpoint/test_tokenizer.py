@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.cli import run
 from dotmoe.common.errors import UserError
-from dotmoe.method.finetuning import write_weights
 from dotmoe.models.checkpoint import _UNWANTED, _WANTED
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_dense
+from dotmoe.models.save import write_weights
 from dotmoe.models.tokenizer import load_tokenizer, tokenizer_notes
 from dotmoe.text.blocks import pack
 from runs import TINY_CONVERT, words

@@ -65,7 +65,8 @@ def split_of(dense):
 
 
 def new_task(dense, start):
-    return Watched(dense, random_blocks(), start, split_of(dense), CONFIG, ASSIGNMENT, seed=0)
+    splits = (split_of(dense),)
+    return Watched(dense, random_blocks(), (start,), splits, CONFIG, ASSIGNMENT, seed=0)
 
 
 def learned_by(task):

@@ -140,7 +140,7 @@ def test_a_published_model_goes_all_the_way(name, tmp_path, layout_of):
     assert int(tokens_BT.max()) < rows
     layout = layout_of(dense, dtype=torch.bfloat16)
     out = tmp_path / "out"
-    record = export(dense, layout, out, ExportConfig(), tokens_BT)
+    record = export(dense, (layout,), out, ExportConfig(), tokens_BT)
     assert record.problems == []
     context = json.loads((out / "config.json").read_text())["max_position_embeddings"]
     tokens_BT = tokens_BT[:, :context]

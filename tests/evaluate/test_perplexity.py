@@ -286,7 +286,7 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
     (tmp_path / "text.txt").write_text("".join(TEXTS))
     tokens = torch.tensor(ids_of(dense))[:128].view(2, 64)
     config = GgufConfig(format="gguf_dense", gguf_type="f32")
-    export(dense, layout_of(dense), tmp_path / "out", config, tokens)
+    export(dense, (layout_of(dense),), tmp_path / "out", config, tokens)
     contexts, source = [], (str(tmp_path / "text.txt"),)
 
     @contextmanager

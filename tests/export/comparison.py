@@ -12,7 +12,7 @@ def logits_of(model, tokens_BT):
 
 
 def masked_logits(dense, layout, tokens_BT):
-    with masked_by(dense, layout):
+    with masked_by(dense, *(layout if isinstance(layout, tuple) else (layout,))):
         return logits_of(dense.model, tokens_BT)
 
 

@@ -82,7 +82,7 @@ def test_what_it_costs_is_said_before(command, tiny_dense, dense_of, caplog):
     model = tiny_dense("smollm3", **OWN["smollm3"])
     assert "SGLang and llama.cpp cannot load" in " ".join(command("inspect", model).out.split())
     split = Granularity(num_experts=12, expert_size=8, active_experts=3)
-    require_exportable(dense_of("smollm3", **OWN["smollm3"]), split, ExportConfig())
+    require_exportable(dense_of("smollm3", **OWN["smollm3"]), (split,), ExportConfig())
     assert "SGLang and llama.cpp cannot load" in caplog.text
 
 
@@ -102,7 +102,7 @@ def test_it_holds_stock_families_if_asked_and_other_formats_say_why_not(
     dense = dense_of("olmo3", **OWN["olmo3"])
     split = Granularity(num_experts=12, expert_size=8, active_experts=3)
     with pytest.raises(UserError, match=r"decoder of olmo3.*can hold it: dotmoe"):
-        require_exportable(dense, split, ExportConfig(format="glm4_moe"))
+        require_exportable(dense, (split,), ExportConfig(format="glm4_moe"))
     heads = replace(split, num_experts=4, expert_size=1, target="attention")
     with pytest.raises(UserError, match="Set targets to ffn"):
-        require_exportable(dense, heads, ExportConfig(format="dotmoe"))
+        require_exportable(dense, (heads,), ExportConfig(format="dotmoe"))

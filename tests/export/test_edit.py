@@ -143,7 +143,7 @@ def test_config_record_and_card_agree_and_counts_are_those_of_the_design(exporte
     assert "fitted" not in changed.notes[-1]
     assert fitted.notes[-1].endswith("measured at 3, and the weights were fitted at it.")
     split = replace(made.layout, active_experts=8).granularity
-    counts = count_parameters(dense.config, dense.family, split)
+    counts = count_parameters(dense.config, dense.family, (split,))
     for name in ("stored", "active", "active_with_routers"):
         assert changed.parameters[name] == getattr(counts, name)
     assert (changed.active_experts, changed.active_fraction) == (8, pytest.approx(88 / 120))

@@ -84,7 +84,7 @@ def test_a_format_that_cannot_hold_a_model_says_why_and_which_can(family, target
     dense = describe_dense(str(tiny_dense(family, **SETTINGS[family])))
     why = rf"{target} (cannot hold|requires)\. Formats that can hold it: {FORMATS_OF[family][0]}"
     with pytest.raises(UserError, match=why):
-        require_exportable(dense, SPLIT, ExportConfig(format=target))
+        require_exportable(dense, (SPLIT,), ExportConfig(format=target))
 
 
 IN_A_WINDOW = {"sliding_window": 40, **rope("dynamic", factor=2.0)}
@@ -116,10 +116,10 @@ def test_what_cannot_be_exported_is_refused_in_a_line(
     dense = describe_dense(str(tiny_dense(family, **options)))
     changed, export_config = replace(SPLIT, **split), ExportConfig(**config)
     if words is None:
-        assert require_exportable(dense, changed, export_config) == torch.float32
+        assert require_exportable(dense, (changed,), export_config) == torch.float32
         return
     with pytest.raises(UserError, match=words) as caught:
-        require_exportable(dense, changed, export_config)
+        require_exportable(dense, (changed,), export_config)
     assert "\n" not in str(caught.value)
 
 
@@ -281,7 +281,7 @@ def test_weights_with_no_place_are_refused(name, tensor, words, tiny_dense, expo
     stock = AutoModelForCausalLM.from_pretrained(dense.folder)
     assert stock.lm_head.weight is not stock.model.embed_tokens.weight
     with pytest.raises(UserError, match=f"{name}.*{words}"):
-        require_exportable(dense, SPLIT, ExportConfig())
+        require_exportable(dense, (SPLIT,), ExportConfig())
     with pytest.raises(UserError, match=f"{name}.*{words}"):
         exported(dense)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
@@ -341,6 +341,6 @@ def test_a_link_and_the_current_folder_may_be_written(exported, tokens_BT, tmp_p
     (tmp_path / "link").symlink_to(tmp_path / "there")
     made = exported(out="link")
     monkeypatch.chdir(tmp_path / "here")
-    export(made.dense, made.layout, Path(), ExportConfig(), tokens_BT)
+    export(made.dense, (made.layout,), Path(), ExportConfig(), tokens_BT)
     records = (tmp_path / "there/dotmoe.json", tmp_path / "here/dotmoe.json")
     assert [json.loads(path.read_text())["name"] for path in records] == ["there", "here"]

@@ -163,7 +163,7 @@ def test_a_tie_at_the_first_token_of_every_text_is_told(dense_of, layout_of, tok
     dense = dense_of("llama")
     layout = layout_of(dense)
     seen = {}
-    routers.at_routers(dense, layout, torch.tensor([[0]]), seen.__setitem__)
+    routers.at_routers(dense, (layout,), torch.tensor([[0]]), seen.__setitem__)
     x_D, router_ED = seen[0][0].double(), layout.router_LED[0].double()
     logits = router_ED @ x_D
     third, fourth = logits.argsort(descending=True)[2:4].tolist()

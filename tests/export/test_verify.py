@@ -24,7 +24,7 @@ def sound(dense_of, layout_of, tokens_BT, tmp_path_factory):
     """A verified export."""
     dense, folder = dense_of("llama"), tmp_path_factory.mktemp("sound") / "out"
     layout = layout_of(dense)
-    return dense, layout, folder, export(dense, layout, folder, ExportConfig(), tokens_BT)
+    return dense, layout, folder, export(dense, (layout,), folder, ExportConfig(), tokens_BT)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def verified(sound, tokens_BT, tmp_path):
     conversion = Conversion(
         dense=dense,
         tensors=Tensors.of(dense),
-        layout=layout,
+        layouts=(layout,),
         exponents={scale["layer"]: scale["exponent"] for scale in record.routers},
         dtype=torch.float32,
         config=GgufConfig(),

@@ -28,7 +28,7 @@ def stepped(request, dense_of, new_student, tiny_dense, blocks):
             state = calibrate(dense, blocks, SPLIT, CalibrateConfig(start="random"), seed=0)
             state.router_LED.mul_(20)
             config = AlignConfig(**SMALL | options)
-            task = Alignment(dense, blocks, state, SPLIT, config, AssignmentConfig(), seed=0)
+            task = Alignment(dense, blocks, (state,), (SPLIT,), config, AssignmentConfig(), seed=0)
             context = masked(dense, task.maskings)
         else:
             config = FinetuneConfig(**SMALL | options)

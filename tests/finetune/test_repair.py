@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from dotmoe.cli import run
 from dotmoe.measure.report import RunResults
 from dotmoe.method.config import RepairConfig
-from dotmoe.method.finetuning import trained_model
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
@@ -21,7 +20,7 @@ from dotmoe.method.repair import RIDGES, NormalEquations, refit, repair, repair_
 from dotmoe.models import on_disk
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import TARGETS
-from dotmoe.models.load import left_on_disk, load_described
+from dotmoe.models.load import left_on_disk, load_described, trained_model
 from dotmoe.run.finished import FinishedRun
 from dotmoe.text.blocks import TokenBlocks
 from heads.families import FAMILIES, head_layout
@@ -80,7 +79,7 @@ def test_a_layer_is_the_ridge_regression_of_what_is_missing(
     else:
         layout = head_layout(dense, active_experts=2)
     config = RepairConfig(repair_tokens=30 * 32, repair_epochs=0)
-    found = repair(dense, layout, text, config, folder=tmp_path)
+    found = repair(dense, (layout,), text, config, folder=tmp_path)
     rows = text.tokens_BT[torch.arange(30) * 41 // 30].long()  # spread over the text
     _, wanted = around_projection(dense, target, rows)
     with masked_by(dense, layout):
@@ -161,7 +160,7 @@ def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
     dense = dense_of("llama")
     before = {name: value.clone() for name, value in dense.model.state_dict().items()}
     config = RepairConfig(repair_tokens=960, repair_epochs=2)
-    found = repair(dense, layout_of(dense), text, config, folder=tmp_path)
+    found = repair(dense, (layout_of(dense),), text, config, folder=tmp_path)
     after = made(dense, tmp_path).model.state_dict()
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed == {f"model.layers.{index}.mlp.down_proj.weight" for index in range(2)}
@@ -172,7 +171,7 @@ def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
 def test_a_repair_reads_40_tokens_for_each_input_by_default(target, inputs, dense_of):
     dense = dense_of("llama")
     split = Granularity(num_experts=4, expert_size=8, active_experts=2, target=target)
-    assert repair_tokens(RepairConfig(), split, dense.config) == 40 * inputs
+    assert repair_tokens(RepairConfig(), (split,), dense.config) == 40 * inputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -190,7 +189,7 @@ def test_the_masked_model_comes_closer_to_the_dense_one(family, dense_of, layout
     for epochs in (0, 8) if is_trained else (0,):
         ks, out = (2, 3) if family == "granite" else (), tmp_path / str(epochs)
         config = RepairConfig(repair_tokens=9600, repair_epochs=epochs, repair_active_experts=ks)
-        layer = repair(dense, layout, training, config, folder=out)["layers"][-1]
+        layer = repair(dense, (layout,), training, config, folder=out)["layers"][-1]
         assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
         repaired = made(dense, out, dtype=dtype)
         kl.append(divergence(dense, repaired, layout, heldout))
@@ -227,7 +226,7 @@ def test_weights_on_disk_are_repaired_as_those_in_memory_are(
     stored = left_on_disk(dense, LoadConfig(device="cpu"))
     config = RepairConfig(repair_tokens=960, repair_epochs=1)
     records = [
-        repair(each, layout, text, config, folder=tmp_path / each.weights)
+        repair(each, (layout,), text, config, folder=tmp_path / each.weights)
         for each in (dense, stored)
     ]
     assert records[0] == records[1]
@@ -240,7 +239,8 @@ def test_weights_on_disk_are_repaired_as_those_in_memory_are(
 
 def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path):
     dense = dense_of("llama")
-    repair(dense, layout_of(dense, 6, active_experts=6), text, RepairConfig(), folder=tmp_path)
+    layout = layout_of(dense, 6, active_experts=6)
+    repair(dense, (layout,), text, RepairConfig(), folder=tmp_path)
     repaired = made(dense, tmp_path).model.state_dict()
     for name, weight in dense.model.state_dict().items():
         torch.testing.assert_close(repaired[name], weight, rtol=0, atol=1e-4)
@@ -254,7 +254,7 @@ def test_several_k_at_once_serve_those_that_were_not_fitted_alone(
     training, heldout = TokenBlocks(text.tokens_BT[:36]), text.tokens_BT[36:].long()
     for ks in ((), (2, 4, 6)):
         out, config = tmp_path / str(len(ks)), RepairConfig(repair_active_experts=ks)
-        found = repair(dense, layout, training, config, folder=out)
+        found = repair(dense, (layout,), training, config, folder=out)
         assert found["active_experts"] == list(ks or (2,))
         kl.append(divergence(dense, made(dense, out), replace(layout, active_experts=4), heldout))
     assert kl[1] < kl[0]
@@ -336,12 +336,12 @@ def test_what_cannot_be_repaired_is_refused_in_one_line(
 ):
     dense = dense_of("llama")
     layout = layout_of(dense, 6, active_experts=2)
-    for experts, config, blocks, words in [
-        (layout, RepairConfig(repair_active_experts=(7,)), text, "Choose 1 to 6"),
-        (layout, RepairConfig(), TokenBlocks(text.tokens_BT[:1]), "a repair needs two"),
+    for config, blocks, words in [
+        (RepairConfig(repair_active_experts=(7,)), text, "Choose 1 to 6"),
+        (RepairConfig(), TokenBlocks(text.tokens_BT[:1]), "a repair needs two"),
     ]:
         with pytest.raises(Exception, match=words):
-            repair(dense, experts, blocks, config, folder=tmp_path)
+            repair(dense, (layout,), blocks, config, folder=tmp_path)
     options = {"recipe": "quickstart", "data": text_file, "repair": []}
     refused = command("convert", "embedded", tmp_path / "run", **options, repair_active_experts=49)
     assert "Choose 1 to 48" in refused.refusal()

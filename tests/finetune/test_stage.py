@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from two_ranks import CONFIG
 
 from dotmoe.method.finetuning import finetune
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.layout import ExpertLayout, save_layouts
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import describe_dense
 from runs import torchrun, weights_of
@@ -76,7 +76,7 @@ def test_two_ranks_train_what_one_does(what, train, tiny_dense, layout, blocks, 
     """Also in 16 bits, where weights that are replicated are computed with as sharded ones are."""
     if what == "lora":
         pytest.importorskip("peft")
-    layout.save(tmp_path / "start.safetensors")
+    save_layouts((layout,), tmp_path)
     blocks.save(tmp_path / "blocks.safetensors")
     alone = train("alone", replace(CONFIG, train=what))
     dtypes = ["float32", "bfloat16"] if what == "everything" else ["float32"]

@@ -9,7 +9,7 @@ import torch
 from dotmoe.common.distributed import num_ranks, process_group
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.finetuning import finetune
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.layout import LAYOUT, ExpertLayout
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import meta_model
 from dotmoe.models.load import describe_dense
@@ -33,7 +33,7 @@ def both_ways(model, folder, train, dtype):
         out.mkdir(exist_ok=True)
         finetune(
             describe_dense(model),
-            ExpertLayout.load(folder / "start.safetensors"),
+            ExpertLayout.load(folder / LAYOUT),
             TokenBlocks.load(folder / "blocks.safetensors"),
             replace(CONFIG, train=train),
             folder=out,

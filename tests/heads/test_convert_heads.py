@@ -20,8 +20,8 @@ BOTH = ExpertsConfig(expert_size=8, targets="both", heads_per_expert=1)
 
 def test_an_alignment_of_both_that_was_stopped_ends_as_one_that_was_not(dense_of, tmp_path):
     dense, text = dense_of("llama"), TokenBlocks(torch.randint(2, 250, (40, 16)).int())
-    split = splits_of(BOTH, 96, 4)
-    start = calibrate(dense, text, split, CalibrateConfig(calibration_tokens=320), seed=0)
+    splits, how = splits_of(BOTH, 96, 4), CalibrateConfig(calibration_tokens=320)
+    start = tuple(calibrate(dense, text, split, how, seed=0) for split in splits)
     config = AlignConfig(steps=6, batch_size=2, lr=1e-2, max_epochs=9.0)
 
     def stop(step, metrics):
@@ -29,7 +29,7 @@ def test_an_alignment_of_both_that_was_stopped_ends_as_one_that_was_not(dense_of
             raise KeyboardInterrupt
 
     def run(name, **more):
-        task = Alignment(dense, text, start, split, config, AssignmentConfig(), seed=0)
+        task = Alignment(dense, text, start, splits, config, AssignmentConfig(), seed=0)
         (tmp_path / name).mkdir(exist_ok=True)
         return align(task, tmp_path / name, TrainingConfig(checkpoint_every=2), **more)
 
@@ -37,11 +37,11 @@ def test_an_alignment_of_both_that_was_stopped_ends_as_one_that_was_not(dense_of
     with pytest.raises(KeyboardInterrupt):
         run("stopped", on_step=stop)
     again = run("stopped")
-    for expected, found in ((whole, again), (whole.beside, again.beside)):
+    for expected, found in zip(whole, again, strict=True):
         assert torch.equal(expected.affinity_LNE, found.affinity_LNE)
         assert torch.equal(expected.router_LED, found.router_LED)
-    assert not torch.equal(whole.beside.affinity_LNE, start.beside.affinity_LNE)
-    assert not torch.equal(whole.beside.router_LED, start.beside.router_LED)
+    assert not torch.equal(whole[1].affinity_LNE, start[1].affinity_LNE)
+    assert not torch.equal(whole[1].router_LED, start[1].router_LED)
     lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
     assert {"moved_fraction", "attention_moved_fraction"} <= set(json.loads(lines[-1]))
 

@@ -104,7 +104,7 @@ def test_both_targets_and_leading_dense_layers(family, exported, layout_of, toke
     def of_both(dense):
         heads = head_layout(dense, active_experts=2)
         heads.expert_of_neuron_LN[0] = -1
-        return replace(layout_of(dense, dense_layers=1), beside=heads)
+        return layout_of(dense, dense_layers=1), heads
 
     made = exported(family, of_both, num_hidden_layers=3)
     layers = made.record.verification["layers"]

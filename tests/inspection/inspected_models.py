@@ -78,7 +78,7 @@ def inspection(config, *, stored=torch.bfloat16, here=HERE, **options):
 
 def sizes(config, *, written=torch.bfloat16, **experts):
     split = resolve(ExpertsConfig(**experts), config.intermediate_size)
-    return Sizes(config, split, stored=torch.bfloat16, written=written)
+    return Sizes(config, (split,), stored=torch.bfloat16, written=written)
 
 
 def step(found, **changes):

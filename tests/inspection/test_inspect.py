@@ -17,7 +17,7 @@ from dotmoe.common.tables import in_bytes
 from dotmoe.measure.inspection import chosen_in_time, stored_dtype
 from dotmoe.measure.inspection.tables import render
 from dotmoe.method.config import RepairConfig
-from dotmoe.method.granularity import Granularity
+from dotmoe.method.granularity import from_record
 from dotmoe.run.config import recipe
 from runs import TINY_CONVERT, TINY_FINETUNE
 from runs import words as words_of
@@ -163,14 +163,14 @@ def test_inspect_takes_what_convert_takes_and_plans_exactly_that(tmp_path, capsy
     assert usual["run"]["calibration_tokens"] == 40 * 4_096
     assert (usual["run"]["repair_tokens"], usual["run"]["repair_epochs"]) == (40 * 14_336, 3)
     assert paper["run"]["tokens"]["align"] == 3_500 * 64 * 2_048
-    split = Granularity.of(usual["granularity"])
+    (split,) = from_record(usual["granularity"])
     assert split.active_experts * 128 + split.shared_size == 7_168
     fewer = plan("--repair-tokens", "4096", "--repair-epochs", "0", "--dtype", "float32")
     assert fewer["conversions"][0]["stages"][3]["memory"]["dense weights"] == 4 * 8_030_261_248
     assert fewer["conversions"][0]["hours"] < usual["conversions"][0]["hours"]
     stored = inspection(llama_3_8b(), stored=torch.float32, gpu="h100")["conversions"][0]
     assert stored["stages"][-1]["memory"]["dense weights"] == 4 * 8_030_261_248  # as convert does
-    by_file = Granularity.of(plan("--config", str(tmp_path / "config.json"))["granularity"])
+    (by_file,) = from_record(plan("--config", str(tmp_path / "config.json"))["granularity"])
     assert by_file.num_experts * by_file.expert_size + by_file.shared_size == 14_336
     assert by_file.expert_size == 14_336 // 64
 

@@ -62,7 +62,7 @@ def test_the_products_of_a_repair_are_those_that_pytorch_counts(dense_of, layout
     blocks = TokenBlocks(torch.arange(64 * 64).reshape(64, 64).int() % 100)
     repairing = RepairConfig(repair_tokens=64 * 64, repair_epochs=2)
     with FlopCounterMode(display=False) as counter:
-        repair(dense, layout, blocks, repairing, folder=tmp_path)
+        repair(dense, (layout,), blocks, repairing, folder=tmp_path)
     found = sizes(dense.config, experts=6, active_experts=2)
     width = 384
     solutions = 3 * 10 * width**2 * (width // 3 + 2 * 64)  # which PyTorch does not count

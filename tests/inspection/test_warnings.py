@@ -5,7 +5,7 @@ import torch
 from inspected_models import inspection, tiny
 from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config
 
-from dotmoe.method.granularity import Granularity
+from dotmoe.method.granularity import from_record
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_dense
 
@@ -100,8 +100,8 @@ def test_inspect_warns_of_exactly_the_k_that_no_gguf_takes(scaling, tiny_dense):
     refused = []
     for active in range(1, 41):
         found = inspection(dense.config, stored=torch.float32, experts=40, active_experts=active)
-        split = Granularity(**found["granularity"])
-        reasons = [form.unsupported(dense, split, torch.float32) for form in formats]
+        splits = from_record(found["granularity"])
+        reasons = [form.unsupported(dense, splits, torch.float32) for form in formats]
         refused.append(None not in reasons)
         assert any("llama.cpp runs at most" in said for said in found["warnings"]) is refused[-1]
     assert 0 < sum(refused) < 40

@@ -200,7 +200,7 @@ def test_rotary_embeddings_survive_the_export(family, rope, share, dense_of, lay
     assert family_of(dense.config) is dense.family
     layout = layout_of(dense)
     text_BT = torch.randint(2, 258, (4, 96), generator=torch.Generator().manual_seed(4))
-    export(dense, layout, tmp_path / "out", ExportConfig(), text_BT)
+    export(dense, (layout,), tmp_path / "out", ExportConfig(), text_BT)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     # Within the context, up to the length where longrope changes, and past the context, where
     # dynamic scaling begins.

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.write import export
-from dotmoe.method.finetuning import begin_checkpoint
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_dense
+from dotmoe.models.save import begin_checkpoint
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -79,7 +79,7 @@ def test_the_text_model_converts_alone(kind, options, whole, layout_of, tokens_B
     expected = logits_of(model, tokens_BT)
     torch.testing.assert_close(logits_of(dense.model, tokens_BT), expected)
     layout = layout_of(dense)
-    record = export(dense, layout, tmp_path / "out", GgufConfig(), tokens_BT)
+    record = export(dense, (layout,), tmp_path / "out", GgufConfig(), tokens_BT)
     held = {"gemma3": "dotmoe", "qwen3_5": "qwen3_5_moe_text"}
     assert record.format == held.get(kind, "glm4_moe")
     others = "mtp, visual" if kind == "qwen3_5" else "multi_modal_projector, vision_tower"

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_names, shared_experts
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.transformers_format import GATES, TransformersFormat, config_of_dense
-from dotmoe.method.granularity import Granularity, parts_of
+from dotmoe.method.granularity import Granularity, Splits, targets_of, to_record
+from dotmoe.method.layout import splits_in
 from dotmoe.models import modeling_dotmoe
 from dotmoe.models.family import DenseModel, head_dim
 
@@ -208,15 +209,15 @@ class _DotMoe(TransformersFormat):
     gating = Gating(score="none")
     active_experts_editable = True
 
-    def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
+    def unsupported(self, dense: DenseModel, splits: Splits, dtype: torch.dtype) -> str | None:
         traits = dense.traits
         if traits.rotated != 1 and not traits.is_own:  # Phi-3 is written as Mistral
             return f"{dense.source} has partly rotated heads, which {self.name} cannot hold."
-        if traits.is_own and split.targets != "ffn":
+        if traits.is_own and targets_of(splits) != "ffn":
             return f"Heads of {dense.config.model_type} cannot be split. Set targets to ffn."
-        if split.target == "attention":  # no stock kernel limits the sizes of these experts
+        if splits[0].target == "attention":  # no stock kernel limits the sizes of these experts
             return None
-        return self.no_kernel(dense, split, dtype)
+        return self.no_kernel(dense, splits[0], dtype)
 
     def context(self, dense: DenseModel) -> int:
         return dense.widths.context  # it is the dense model's decoder, with all its windows
@@ -225,7 +226,7 @@ class _DotMoe(TransformersFormat):
         return "all weights are copied from the dense weights, and gates are 1 (exact)"
 
     def notes(self, conversion: Conversion) -> list[str]:
-        has_heads = conversion.layout.granularity.targets != "ffn"
+        has_heads = targets_of(splits_in(conversion.layouts)) != "ffn"
         cache = "All keys and values are computed: the KV cache is as large as the dense model's."
         return [
             "Only Transformers can load it: vLLM, SGLang and llama.cpp have no such decoder. "
@@ -237,7 +238,8 @@ class _DotMoe(TransformersFormat):
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         dense, layout = conversion.dense, conversion.layout
-        ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
+        layouts = {layout.target: layout for layout in conversion.layouts}
+        ffn, heads = layouts.get("ffn"), layouts.get("attention")
         values = config_of_dense(dense)
         family = values.pop("model_type")
         return values | {
@@ -268,12 +270,13 @@ class _DotMoe(TransformersFormat):
         }
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
-        dense, split = conversion.dense, conversion.layout.granularity
-        fewer = replace(split, active_experts=split.active_experts - 1)
-        at_k, below = (count_parameters(dense.config, dense.family, of) for of in (split, fewer))
-        layers = dense.widths.layers - split.first_dense_layers
+        dense, splits = conversion.dense, splits_in(conversion.layouts)
+        first, *others = splits
+        fewer = replace(first, active_experts=first.active_experts - 1), *others
+        at_k, below = (count_parameters(dense.config, dense.family, of) for of in (splits, fewer))
+        layers = dense.widths.layers - first.first_dense_layers
         return {
-            "splits": [asdict(part) for part in parts_of(split)],
+            "splits": [to_record((split,)) for split in splits],
             "parameters_of_an_expert": (at_k.active - below.active) // layers,
         }
 
@@ -292,11 +295,12 @@ class _DotMoe(TransformersFormat):
                 own = [dense.family.stored(dense.config, name).stored for name in own]
             yield from map(conversion.spec, dict.fromkeys(own))
             return
-        ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
+        layouts = {layout.target: layout for layout in conversion.layouts}
+        ffn, heads = layouts.get("ffn"), layouts.get("attention")
         place, axis_of, columns_EC = f"model.layers.{layer}.", dict[str, int](), torch.empty(0)
         if heads:
             width = head_dim(dense.config)
-            columns_NC = torch.arange(heads.num_neurons * width).view(-1, width)
+            columns_NC = torch.arange(heads.granularity.units * width).view(-1, width)
             columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
             axis_of = {"o_proj.weight": 1}
             # If one norm spans all queries, W_Q is computed in full.

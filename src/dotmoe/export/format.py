@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.config import GgufConfig
-from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.granularity import Granularity, Splits, targets_of
+from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.models.family import SILU, DenseModel, Multipliers, rope_of
 
@@ -93,7 +93,7 @@ class Conversion:
     dense: DenseModel
     tensors: Tensors
     """The dense checkpoint's files, the only source of weights."""
-    layout: ExpertLayout
+    layouts: Layouts
     """Experts, routers and k; `dtype` represents the router entries exactly."""
     exponents: Mapping[int, int]
     """Exponent p of each split layer, whose router is written as 2^-p W_r."""
@@ -104,6 +104,11 @@ class Conversion:
     """The original dense model, before any repair or finetuning."""
     on_progress: Update = no_update
     """Called with the number of tensors written, then of layers verified."""
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """The first layout, which most formats hold alone."""
+        return self.layouts[0]
 
     @property
     def keeps_dtypes(self) -> bool:
@@ -249,8 +254,8 @@ class Format(ABC):
     splits: bool = True
     """Whether FFNs become experts; if not, the format stores the dense model as it is."""
 
-    def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        """One sentence that states why this split cannot be exported exactly, or None."""
+    def unsupported(self, dense: DenseModel, splits: Splits, dtype: torch.dtype) -> str | None:
+        """One sentence that states why these splits cannot be exported exactly, or None."""
         traits, config = dense.traits, dense.config
         is_twin = self.twin_of == config.model_type
         if (self.twin_of or traits.is_own) and not is_twin:
@@ -270,9 +275,9 @@ class Format(ABC):
             f"rope_type {rope}": rope not in self.rope_types,
         }
         features = ({} if is_twin else of_decoder) | {
-            "experts made of heads": split.targets != "ffn",
-            "a shared expert": split.shared_size,
-            "dense layers": split.first_dense_layers,
+            "experts made of heads": targets_of(splits) != "ffn",
+            "a shared expert": splits[0].shared_size,
+            "dense layers": splits[0].first_dense_layers,
         }
         present = {name for name, is_present in features.items() if is_present}
         for name in sorted(present.difference(self.supports, self.requires)):

@@ -26,7 +26,7 @@ from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, TensorSpec,
 from dotmoe.export.gguf_file import check_gguf, write_gguf
 from dotmoe.export.llama_cpp import most_active_experts_of
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
-from dotmoe.method.granularity import Granularity
+from dotmoe.method.granularity import Splits
 from dotmoe.models.family import DenseModel
 
 SOFTMAX_OF_CHOSEN = 3
@@ -59,8 +59,8 @@ class GgufFormat(Format):
         """Value of the key `general.architecture`."""
         return "qwen3" if dense.traits.qk_norm == "head" else "llama"
 
-    def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        if reason := super().unsupported(dense, split, dtype):
+    def unsupported(self, dense: DenseModel, splits: Splits, dtype: torch.dtype) -> str | None:
+        if reason := super().unsupported(dense, splits, dtype):
             return reason
         kind = dense.config.rope_parameters["rope_type"]
         if self.arch(dense) != "llama" and kind not in ("default", "linear"):
@@ -71,7 +71,7 @@ class GgufFormat(Format):
             )
         if not self.splits:
             return None
-        traits, layers = dense.traits, dense.widths.layers
+        traits, layers, split = dense.traits, dense.widths.layers, splits[0]
         most = most_active_experts_of(traits, split, layers, self.num_moe_tensors)
         if not 2 <= split.num_experts <= MOST_EXPERTS:
             return (

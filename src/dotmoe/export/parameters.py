@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dotmoe.method.granularity import Granularity, parts_of
+from dotmoe.method.granularity import Splits
 from dotmoe.models.family import Family, meta_model, num_parameters
 
 
@@ -35,21 +35,16 @@ class ParameterCounts:
     routers: int
     """Parameters of the router rows of all split layers."""
 
-    @property
-    def active_fraction(self) -> float:
-        """`active / dense_total`: a share of all parameters, unlike the share of FFN neurons."""
-        return self.active / self.dense_total
 
-
-def count_parameters(config: Any, family: Family, granularity: Granularity) -> ParameterCounts:
-    """Exact counts of a dense model and its split.
+def count_parameters(config: Any, family: Family, splits: Splits) -> ParameterCounts:
+    """Exact counts of a dense model and its splits.
 
         active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
         stored = all + L * E * d - 3 * d * dropped * L
 
     where L counts only the split layers, and a shared expert is active. In attention, 1 - k / E of
     W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; only of W_O if all queries
-    are normed at once, which needs all of them. The split must be one of the model's own units.
+    are normed at once, which needs all of them. The splits must be of the model's own units.
     """
     model = meta_model(config)
     traits = family.traits(model)
@@ -61,7 +56,7 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
     of_a_unit = {"ffn": 3 * width, "attention": traits.head_dim * (width + of_a_query)}
     whole, idle = {"ffn": 0, "attention": 0}, {"ffn": 0, "attention": 0}
     dropped = routers = 0
-    for split in parts_of(granularity):
+    for split in splits:
         layers = config.num_hidden_layers - split.first_dense_layers
         size = of_a_unit[split.target]
         whole[split.target] = config.num_hidden_layers * split.units * size

@@ -26,6 +26,7 @@ from dotmoe.common.tables import Table, figure, percent, to_markdown
 from dotmoe.export.format import Conversion, Format
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import splits_in
 from dotmoe.models.family import TARGETS
 
 RECORD_FILE = "dotmoe.json"
@@ -152,11 +153,12 @@ class ExportRecord:
 
 def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any) -> ExportRecord:
     """Build the record of a written folder; `others` are the fields that are not derived here."""
-    dense, origin, split = conversion.dense, conversion.origin, conversion.layout.granularity
+    dense, origin, splits = conversion.dense, conversion.origin, splits_in(conversion.layouts)
     if not form.splits:
-        split = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
-    sizes: dict[str, Any] = {name: getattr(split, name) if form.splits else 0 for name in _SIZES}
-    counts = asdict(count_parameters(dense.config, dense.family, split))
+        splits = (Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1),)
+    first = asdict(splits[0])
+    sizes: dict[str, Any] = {name: first[name] if form.splits else 0 for name in _SIZES}
+    counts = asdict(count_parameters(dense.config, dense.family, splits))
     details, specs = form.details(conversion), list(form.tensors(conversion))
     has_config = (folder / CONFIG_FILE).is_file()
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != CONFIG_FILE]
@@ -173,11 +175,11 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
         num_layers=dense.widths.layers,
         model_width=dense.widths.model,
         **sizes,
-        active_fraction=split.active_fraction,
+        active_fraction=splits[0].active_fraction,
         verified_active_experts=sizes["active_experts"],
         active_experts_key=form.active_experts_key,
         # If attention has a k of its own, one number cannot set both.
-        active_experts_editable=form.active_experts_editable and split.beside is None,
+        active_experts_editable=form.active_experts_editable and len(splits) == 1,
         parameters={"dense": counts["dense_total"]}
         | {name: counts[name] for name in _COUNTS if form.splits}
         | {"written": sum(prod(spec.shape) for spec in specs)},

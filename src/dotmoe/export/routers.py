@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dotmoe.export.format import Gating
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.method.masked import masked_by
 from dotmoe.method.router import router_logits
 from dotmoe.models.family import TARGETS, DenseModel
@@ -185,22 +185,22 @@ def scale_routers(
 
     bos = dense.tokenizer.bos_token_id
     if bos is not None:
-        at_routers(dense, layout, torch.tensor([[bos]]), first.__setitem__)
-    at_routers(dense, layout, tokens_BT, measure)
+        at_routers(dense, (layout,), torch.tensor([[bos]]), first.__setitem__)
+    at_routers(dense, (layout,), tokens_BT, measure)
     return scales
 
 
 def at_routers(
     dense: DenseModel,
-    layout: ExpertLayout,
+    layouts: Layouts,
     tokens_BT: Int[Tensor, "B T"],
     look: Callable[[int, Tensor], None],
     target: str = "ffn",
 ) -> None:
     """Run the masked model once; `look` is given each split layer and its router's input [T, D]."""
     layers = dense.family.layers(dense.model)
-    with torch.no_grad(), masked_by(dense, layout):
-        blocks = {layer: TARGETS[target].block(layers[layer]) for layer in layout.moe_layers}
+    with torch.no_grad(), masked_by(dense, *layouts):
+        blocks = {layer: TARGETS[target].block(layers[layer]) for layer in layouts[0].moe_layers}
         with input_hooks(blocks, lambda layer, x: look(layer, x.flatten(0, -2))):
             hidden_states(dense.model, tokens_BT)
 

@@ -15,8 +15,8 @@ from dotmoe.common.files import require_finite, require_free, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec
 from dotmoe.export.verify import Reloadable, verify
-from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity
-from dotmoe.models.checkpoint import DTYPES
+from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity, Splits
+from dotmoe.models.checkpoint import DTYPES, INDEX
 from dotmoe.models.family import DenseModel
 from dotmoe.models.tokenizer import copy_tokenizer
 
@@ -80,8 +80,8 @@ class TransformersFormat(Reloadable):
     """Names of an expert's projections (gate, up, down) in the files."""
     check = verify
 
-    def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        return super().unsupported(dense, split, dtype) or self.no_kernel(dense, split, dtype)
+    def unsupported(self, dense: DenseModel, splits: Splits, dtype: torch.dtype) -> str | None:
+        return super().unsupported(dense, splits, dtype) or self.no_kernel(dense, splits[0], dtype)
 
     def no_kernel(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         """Reason why stock Transformers cannot run experts of this size, or None."""
@@ -264,5 +264,5 @@ def write_checkpoint(
                 on_progress(next(done), len(by_name), "tensors written")
     if plan.is_sharded:
         index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return list(plan.filename_to_tensors)

@@ -19,7 +19,6 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import read_json
 from dotmoe.export.format import Conversion, Format
 from dotmoe.export.routers import MISROUTED, beyond, largest_share, misrouted_share, outliers_in
-from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.family import SILU, TARGETS, Activation, DenseModel
 from dotmoe.models.hooks import input_hooks
@@ -91,11 +90,10 @@ def verify(
     """
     if read_json(folder / "config.json") != form.header(conversion):
         raise VerificationError(f"config.json in {folder} is not what was written. Export again.")
-    dense, layout = conversion.dense, conversion.layout
+    dense, layouts = conversion.dense, conversion.layouts
     exported = exported_on_disk(folder, dense.device, torch.float32)
     layers: list[dict[str, Any]] = []
-    parts = parts_of(layout)
-    routes: dict[str, dict[int, Tensor]] = {part.target: {} for part in parts}
+    routes: dict[str, dict[int, Tensor]] = {part.target: {} for part in layouts}
     inputs: dict[int, Tensor] = {}
 
     def compare(
@@ -104,10 +102,10 @@ def verify(
         x_TD, seen_TN, actual_TD = (x.flatten(0, -2) for x in (inputs[layer], args[0], output))
         chosen_TK = routes[part.target][layer] = form.chosen_experts(router, x_TD)
         layers.append(_compare(form, conversion, part, layer, x_TD, chosen_TK, seen_TN, actual_TD))
-        conversion.on_progress(len(layers), len(parts) * len(part.moe_layers), "layers verified")
+        conversion.on_progress(len(layers), len(layouts) * len(part.moe_layers), "layers verified")
 
     with ExitStack() as hooks:
-        for part in parts:
+        for part in layouts:
             for layer in part.moe_layers:
                 router, block = form.routed(exported, part.target)[layer]
                 hooks.enter_context(input_hooks({layer: router}, inputs.__setitem__))
@@ -115,8 +113,9 @@ def verify(
                 hooks.enter_context(block.register_forward_hook(seeing))
         logits_TV = logits_of(exported, tokens_BT)
     at_full_TV = dense_error = None
-    if form.active_experts_editable and not (layout.beside or layout.granularity.dropped_size):
-        form.run_active_experts(exported, layout.moe_layers, layout.num_experts)
+    first, *others = layouts
+    if form.active_experts_editable and not (others or first.granularity.dropped_size):
+        form.run_active_experts(exported, first.moe_layers, first.num_experts)
         at_full_TV = logits_of(exported, tokens_BT)
     loaded_class = f"{type(exported).__module__}.{type(exported).__qualname__}"
     del exported
@@ -125,7 +124,7 @@ def verify(
     # At a near-tie two exact implementations may choose differently, which changes every later
     # token. With the same routing, everything else can be compared closely.
     with ExitStack() as hooks:
-        for part in parts:
+        for part in layouts:
             hooks.enter_context(routed(exact, part, routes[part.target]))
         same_routes_TV = logits_of(exact.model, tokens_BT)
     error_T = logits_error(logits_TV, same_routes_TV)

@@ -21,8 +21,8 @@ from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
 from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import ExpertsConfig
-from dotmoe.method.granularity import DEFAULT_ACTIVE, Granularity, joined, parts_of, splits_of
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.granularity import DEFAULT_ACTIVE, Splits, splits_of
+from dotmoe.method.layout import Layouts, splits_in
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel
 from dotmoe.models.on_disk import on_disk
@@ -63,13 +63,13 @@ def settled_experts(
     if experts.active is None and experts.active_experts is None:
         experts = replace(experts, active=DEFAULT_ACTIVE)
 
-    def split(shared: float, first: int) -> Granularity:
+    def splits(shared: float, first: int) -> Splits:
         tried = replace(experts, shared=shared, first_dense_layers=first)
         return splits_of(tried, dense.widths.ffn, dense.config.num_attention_heads)
 
     def holds(shared: float, first: int) -> bool:
         try:
-            format_for(dense, split(shared, first), name, dtype)
+            format_for(dense, splits(shared, first), name, dtype)
         except UserError:
             return False
         return experts.targets == "ffn"
@@ -78,13 +78,13 @@ def settled_experts(
     if first is None and (dense.widths.layers < LAYERS_PER_DENSE or not holds(shared or 0, 1)):
         first = 0
     if shared is None:
-        plain = split(0, first or 0)
+        plain = splits(0, first or 0)[0]
         half = plain.active_experts // 2 / plain.num_experts
         shared = half if holds(half, first or 0) else 0.0
     return replace(experts, shared=shared, first_dense_layers=first)
 
 
-def require_exportable(dense: DenseModel, split: Granularity, config: ExportConfig) -> torch.dtype:
+def require_exportable(dense: DenseModel, splits: Splits, config: ExportConfig) -> torch.dtype:
     """Refuse, quickly and before any training, what export would refuse; return `export_dtype`."""
     if config.format in GGUF_NAMES:
         raise UserError(
@@ -92,7 +92,7 @@ def require_exportable(dense: DenseModel, split: Granularity, config: ExportConf
             f"Transformers format first, then dotmoe export RUN OUT --format {config.format}."
         )
     dtype = export_dtype(dense, config)
-    form, tensors = format_for(dense, split, config.format, dtype), Tensors.of(dense)
+    form, tensors = format_for(dense, splits, config.format, dtype), Tensors.of(dense)
     tensors.require_shapes(dense.model)
     require_no_others(dense, tensors, form.name)
     if form.name == OWN:
@@ -102,7 +102,7 @@ def require_exportable(dense: DenseModel, split: Granularity, config: ExportConf
 
 def export(
     dense: DenseModel,
-    layout: ExpertLayout,
+    layouts: Layouts,
     out: Path,
     config: ExportConfig,
     token_ids: Int[Tensor, "B T"],
@@ -117,7 +117,7 @@ def export(
 
     Args:
         dense: The dense model, loaded or only described; its device is used for computation.
-        layout: The model's experts, routers and k. Routers are rounded to the written dtype.
+        layouts: The model's experts, routers and k. Routers are rounded to the written dtype.
         out: Folder to create; must be new or empty.
         config: Options; a GGUF format also accepts a `GgufConfig`.
         token_ids: Real text, used to scale the routers and to verify the export.
@@ -128,15 +128,13 @@ def export(
         The record of the export and its measurements; also written as `dotmoe.json`.
 
     Raises:
-        UserError: The model and layout cannot be exported, `out` exists, or the disk is full.
-        VerificationError: A runtime would route differently from the layout, or the written model
+        UserError: The model and layouts cannot be exported, `out` exists, or the disk is full.
+        VerificationError: A runtime would route differently from a layout, or the written model
             computes something else. The export is kept in `OUT_unverified` with a record of why.
     """
     dtype = export_dtype(dense, config)
-    form = format_for(dense, layout.granularity, config.format, dtype)
-    layout = joined(
-        replace(part, router_LED=part.router_LED.to(dtype).float()) for part in parts_of(layout)
-    )
+    form = format_for(dense, splits_in(layouts), config.format, dtype)
+    layouts = tuple(replace(each, router_LED=each.router_LED.to(dtype).float()) for each in layouts)
     notes = list[str]()
     if config.export_dtype == "source" and Tensors.of(dense).dtype == torch.float16:
         config = replace(config, export_dtype="float32")
@@ -153,11 +151,11 @@ def export(
         sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
         routers = []
         if form.gating.score != "none":
-            routers = scale_routers(exact, layout, sample_BT, form.gating, dtype)
+            routers = scale_routers(exact, layouts[0], sample_BT, form.gating, dtype)
         conversion = Conversion(
             dense=exact,
             tensors=Tensors.of(dense),
-            layout=layout,
+            layouts=layouts,
             exponents={scale["layer"]: scale["exponent"] for scale in routers},
             dtype=dtype,
             config=config if isinstance(config, GgufConfig) else GgufConfig(**asdict(config)),

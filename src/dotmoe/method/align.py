@@ -18,10 +18,10 @@ from dotmoe.common.distributed import (
     summed_rows,
 )
 from dotmoe.method.config import AlignConfig, AssignmentConfig
-from dotmoe.method.granularity import Granularity, joined, parts_of
-from dotmoe.method.layout import AlignState, assignment_plan
+from dotmoe.method.granularity import Granularity, Splits
+from dotmoe.method.layout import AlignState, States, assignment_plan
 from dotmoe.method.masked import Masking, masked
-from dotmoe.method.objective import Objective, require_trainable
+from dotmoe.method.objective import Objective
 from dotmoe.method.router import Routing
 from dotmoe.method.transport import TransportPlan, greedy_assignment
 from dotmoe.models.family import DenseModel
@@ -29,7 +29,7 @@ from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
-from dotmoe.training.loop import ParameterGroup, named_range, train
+from dotmoe.training.loop import ParameterGroup, named_range, require_trainable, train
 
 
 class LearnedAssignment:
@@ -135,7 +135,10 @@ class LearnedAssignment:
     def end(self) -> None:
         """Propagate the masks' gradients, summed over ranks, to affinities and routers."""
         if self.plan_LNE is not None and self.plan_LNE.grad is not None:
-            self.backward_plan(self.plan_LNE.grad)
+            assert self.solved is not None
+            with named_range("assignment gradient"):
+                gradient_lNE = summed_rows(self.plan_LNE.grad, self.ranks)
+                torch.autograd.backward(self.solved.plan, gradient_lNE)
         if self.routers_LED.grad is not None:
             own_lED = summed_rows(self.routers_LED.grad, self.ranks)
             torch.autograd.backward(local_part(self.router_LED), own_lED)
@@ -144,12 +147,6 @@ class LearnedAssignment:
     def forget_plan(self) -> None:
         """Release the plans of a step."""
         self.solved = self.plan_LNE = self.masking.plan_LNE = None
-
-    @named_range("assignment gradient")
-    def backward_plan(self, gradient_LNE: Tensor) -> None:
-        """Sum the plan's gradient over ranks and propagate it to this rank's affinities."""
-        assert self.solved is not None
-        torch.autograd.backward(self.solved.plan, summed_rows(gradient_LNE, self.ranks))
 
     def state(self) -> dict[str, Tensor]:
         """The warm start of the solver and the last assignment."""
@@ -187,17 +184,16 @@ class Alignment(Objective):
         self,
         dense: DenseModel,
         blocks: TokenBlocks,
-        initial: AlignState,
-        split: Granularity,
+        initial: States,
+        splits: Splits,
         config: AlignConfig,
         assignment: AssignmentConfig,
         *,
         seed: int,
     ) -> None:
-        targets = zip(parts_of(initial), parts_of(split), ("", "attention_"), strict=False)
         self.parts = [
-            LearnedAssignment(dense, state, part, config, assignment, prefix)
-            for state, part, prefix in targets
+            LearnedAssignment(dense, state, split, config, assignment, prefix)
+            for state, split, prefix in zip(initial, splits, ("", "attention_"), strict=False)
         ]
         """One per target; names of a second target start with `attention_`."""
         self.tau = assignment.tau
@@ -230,9 +226,9 @@ class Alignment(Objective):
         """The warm start of the solvers and the last assignments."""
         return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
-    def learned(self) -> AlignState:
-        """The current state, recorded as that of the last step. Every rank must call it."""
-        return joined(part.learned(self.schedule.steps) for part in self.parts)
+    def learned(self) -> States:
+        """The current states, recorded as those of the last step. Every rank must call it."""
+        return tuple(part.learned(self.schedule.steps) for part in self.parts)
 
 
 def align(
@@ -240,11 +236,11 @@ def align(
     folder: Path,
     training: TrainingConfig = DEFAULT_TRAINING,
     on_step: OnStep = lambda step, metrics: None,
-) -> AlignState:
+) -> States:
     """Train A and W_r so that the masked model follows the dense one (eq:total_loss).
 
-    All ranks must call this together. They return the same state, in which leading dense layers are
-    as in the initial state. See `train` for the other arguments. Raises a `UserError` as `train`
+    All ranks must call this together. They return the same states, in which leading dense layers
+    are as in the initial ones. See `train` for the other arguments. Raises a `UserError` as `train`
     does, or if the model was loaded in float16.
     """
     dense, config = task.dense, task.config

@@ -13,7 +13,7 @@ from dotmoe.common.distributed import in_float32, num_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
 from dotmoe.method.config import CalibrateConfig
-from dotmoe.method.granularity import Granularity, joined, parts_of
+from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import sums_by_expert
 from dotmoe.method.router import router_logits, top_k_mask
@@ -52,11 +52,6 @@ def calibrate(
     Under torchrun every rank computes all layers, and all return the state of rank 0. The text is
     read only for the start from data.
     """
-    if split.beside:
-        return joined(
-            calibrate(dense, blocks, part, config, seed=seed, on_progress=on_progress)
-            for part in parts_of(split)
-        )
     widths = dense.widths
 
     def at_random(seed: int, *layers: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +65,7 @@ def calibrate(
             return at_random(seed + index)
         share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
         expert_N, router_ED = router_aware_start(x_TD, share_TN, split, config, seed=seed + index)
-        affinity_NE = affinity_of(expert_N, split.columns)
+        affinity_NE = F.one_hot(expert_N, split.columns).float()
         return affinity_NE * (_AFFINITY_STD / affinity_NE.std()), router_ED
 
     if config.start == "random":
@@ -230,11 +225,6 @@ def router_aware_start(
         mask_TE = F.pad(mask_TE, (0, split.columns - split.num_experts), value=1)
         expert_N = harden(share_TN.T @ mask_TE, split.capacity, relative_tau=0.01)
     return expert_N, router()
-
-
-def affinity_of(expert_of_neuron_LN: Int[Tensor, "*L N"], columns: int) -> Float[Tensor, "*L N E"]:
-    """One-hot affinities that every solver rounds to these experts, a shared one included."""
-    return F.one_hot(expert_of_neuron_LN, columns).float()
 
 
 def harden(

@@ -2,8 +2,7 @@
 
 import gc
 import math
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,32 +22,23 @@ from dotmoe.common.distributed import (
     raise_on_all_ranks,
     resolved_device,
 )
-from dotmoe.common.files import save_tensors, write_json
 from dotmoe.method.config import FinetuneConfig
-from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.objective import Objective, require_trainable
+from dotmoe.method.layout import ExpertLayout, save_layouts
+from dotmoe.method.objective import Objective
 from dotmoe.method.router import Routing
-from dotmoe.method.sparse import SparseFFN, make_sparse
+from dotmoe.method.sparse import make_sparse
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
 from dotmoe.models.hooks import recomputing
-from dotmoe.models.load import describe_dense, dtype_for, fill_own_rows, is_sharded, load_dense
+from dotmoe.models.load import MODEL, dtype_for, fill_own_rows, is_sharded, load_dense
+from dotmoe.models.save import write_weights
 from dotmoe.models.scoring import hidden_states
-from dotmoe.models.tokenizer import copy_tokenizer
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
-from dotmoe.training.loop import ParameterGroup, train
+from dotmoe.training.loop import ParameterGroup, require_trainable, train
 from dotmoe.training.losses import Taught, head_of
-
-MODEL, LAYOUT = "model", "layout.safetensors"
-"""What the stage writes into its folder: a dense checkpoint and a layout."""
-CHANGES = "layers.parts"
-"""What a repair writes instead of a checkpoint: a folder for each layer and target, with the
-changed weights and their metrics. An interrupted run resumes from it."""
-INDEX = "model.safetensors.index.json"
-"""File that records which file of a checkpoint holds which tensor, if it has several."""
 
 
 class Student(nn.Module):
@@ -298,7 +288,7 @@ def finetune(
             train(task, folder, training, on_step)
         trained = write_student(student, layout, folder / MODEL)
     if is_rank_zero():
-        trained.save(folder / LAYOUT)
+        save_layouts((trained,), folder)
     return trained
 
 
@@ -316,67 +306,3 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
         rows_ED = full_tensor(ffn.router.weight_ED).float().cpu()
         router_LED[layer] = rows_ED - rows_ED.mean(dim=0, keepdim=True)
     return replace(layout, router_LED=router_LED)
-
-
-def write_weights(dense: DenseModel, out: Path) -> None:
-    """Replace `out` by a dense checkpoint, a file per layer; all ranks call this together."""
-    dense.require("memory", "shards")
-    if is_rank_zero():
-        begin_checkpoint(dense, out)
-    # Not the config's dtype: Transformers sets that to the dtype in which it loaded the model.
-    dtype, num_files = Tensors.of(dense).dtype, len(dense.family.layers(dense.model)) + 1
-    weight_map, total = dict[str, str](), 0
-    for number, parts in enumerate(_by_layers(dense), 1):
-        file, tensors = f"model-{number:05d}-of-{num_files:05d}.safetensors", dict[str, Tensor]()
-        for name, part in parts.items():
-            whole = full_tensor(part)
-            if is_rank_zero():
-                tensors[name] = whole.to(dtype).cpu()
-        if is_rank_zero():
-            save_tensors(tensors, out / file, format="pt")
-            weight_map |= dict.fromkeys(tensors, file)
-            total += sum(tensor.nbytes for tensor in tensors.values())
-    if is_rank_zero():
-        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def trained_model(dense: DenseModel, stage: Path) -> DenseModel:
-    """Description of a dense model with the weights that a repair or finetuning left in a folder.
-
-    A repair leaves only what it has changed: the rest is read from the original checkpoint.
-    """
-    if (stage / MODEL).is_dir():
-        return describe_dense(str(stage / MODEL))
-    model = meta_model(dense.config)
-    changed = replace(dense, model=model, weights="meta", changes=stage / CHANGES)
-    return replace(changed, source=str(stage), revision=None)
-
-
-def begin_checkpoint(dense: DenseModel, out: Path) -> None:
-    """Replace `out` by a folder with all files of a dense checkpoint except its weights."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir()
-    for name in ("config.json", "generation_config.json"):
-        if (dense.folder / name).is_file():
-            shutil.copyfile(dense.folder / name, out / name)
-    if Tensors.of(dense).left_out:  # the text model alone remains
-        dense.config.save_pretrained(out)
-    copy_tokenizer(dense, out)
-
-
-def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
-    """Yield each layer's tensors by their checkpoint names, then those that are in no layer."""
-    rest: dict[str, Tensor] = dict(dense.model.named_parameters())
-    for index, layer in enumerate(dense.family.layers(dense.model)):
-        prefix, ffn = f"model.layers.{index}.", layer.get_submodule("mlp")
-        parts = {name: rest.pop(name) for name in list(rest) if name.startswith(prefix)}
-        if isinstance(ffn, SparseFFN):
-            parts = {name: p for name, p in parts.items() if not name.startswith(f"{prefix}mlp.")}
-            for projection, rows_ND in ffn.dense_rows().items():
-                plain_name = dense.family.ffn_tensor(index, projection)
-                name = dense.family.stored(dense.config, plain_name).stored
-                weight = rows_ND.T if projection == "down" else rows_ND
-                # In a fused projection the gate's rows come first.
-                parts[name] = torch.cat([parts[name], weight]) if name in parts else weight
-        yield parts
-    yield rest

@@ -1,14 +1,14 @@
 """How finely a layer is split: expert size s, number of experts E, and active experts k.
 
-All layers have the same number of units, so one `Granularity` holds for all.
+All layers have the same number of units, so one `Granularity` holds for all; if FFNs and attention
+are split, each has its own.
 """
 
 import math
 from bisect import bisect
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any
 
 from dotmoe.common.errors import UserError
 from dotmoe.method.config import PAPER_ACTIVE, ExpertsConfig
@@ -45,19 +45,6 @@ class Granularity:
     """Leading layers that are not split."""
     target: str = "ffn"
     """What is split, a name of `dotmoe.models.family.TARGETS`."""
-    beside: "Granularity | None" = None
-    """The split of attention, if both FFNs and attention are split."""
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> "Granularity":
-        """Build from a dict: the inverse of `dataclasses.asdict`."""
-        beside = values.get("beside")
-        return cls(**values | {"beside": cls.of(beside) if beside else None})
-
-    @property
-    def targets(self) -> str:
-        """What is split: ffn, attention or both."""
-        return "both" if self.beside else self.target
 
     @property
     def capacity(self) -> tuple[int, ...]:
@@ -95,26 +82,33 @@ class Granularity:
         )
 
 
-Whole = TypeVar("Whole", bound=Any)
-"""A dataclass that describes FFNs, and attention in its field `beside`; or only one of the two."""
+Splits = tuple[Granularity, ...]
+"""The splits of a model, one for each target: of FFNs, of attention, or of both in this order."""
 
 
-def parts_of(whole: Whole) -> list[Whole]:
-    """Split `whole` into one object per target; with only one target this is `whole` itself."""
-    return [whole] if whole.beside is None else [replace(whole, beside=None), whole.beside]
+def targets_of(splits: Splits) -> str:
+    """What is split, as the option `targets` names it: ffn, attention or both."""
+    return "both" if len(splits) > 1 else splits[0].target
 
 
-def joined(parts: Iterable[Whole]) -> Whole:
-    """Inverse of `parts_of`."""
-    first, *rest = parts
-    return replace(first, beside=rest[0]) if rest else first
+def to_record(splits: Splits) -> dict[str, Any]:
+    """The form that files on disk record: the first split, with the next one as its `beside`."""
+    first, *others = splits
+    return asdict(first) | {"beside": to_record(tuple(others)) if others else None}
 
 
-def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Granularity:
+def from_record(record: dict[str, Any]) -> Splits:
+    """Inverse of `to_record`."""
+    values = dict(record)
+    beside = values.pop("beside", None)
+    return (Granularity(**values), *(from_record(beside) if beside else ()))
+
+
+def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Splits:
     """The split of each target of a model: FFNs by `resolve`, heads by `resolve_heads`."""
-    of_ffns = [resolve(config, ffn_width)] if config.targets != "attention" else []
-    of_heads = [resolve_heads(config, heads)] if config.targets != "ffn" else []
-    return joined(of_ffns + of_heads)
+    of_ffns = (resolve(config, ffn_width),) if config.targets != "attention" else ()
+    of_heads = (resolve_heads(config, heads),) if config.targets != "ffn" else ()
+    return of_ffns + of_heads
 
 
 def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import is_finite, save_tensors
 from dotmoe.method.config import AssignmentConfig
-from dotmoe.method.granularity import Granularity, joined, parts_of
+from dotmoe.method.granularity import Granularity, Splits
 from dotmoe.method.transport import (
     Capacity,
     TransportPlan,
@@ -27,6 +27,8 @@ from dotmoe.method.transport import (
 )
 from dotmoe.models.family import TARGETS
 
+LAYOUT, STATE = "layout.safetensors", "state.safetensors"
+"""Files of stages that make layouts or states."""
 ALWAYS_ON = -1
 """Stands in place of an expert number: the neuron runs for every token."""
 DROPPED = -2
@@ -51,8 +53,6 @@ class ExpertLayout:
     """Experts run per token (k), 1 to E. May be changed without changing anything else."""
     target: str = "ffn"
     """What is split, a name of `TARGETS`."""
-    beside: "ExpertLayout | None" = None
-    """The layout of attention, if both FFNs and attention are split."""
 
     def __post_init__(self) -> None:
         """Refuse a layout that is unbalanced, out of range or not finite."""
@@ -91,11 +91,6 @@ class ExpertLayout:
         return self.router_LED.shape[1]
 
     @property
-    def num_neurons(self) -> int:
-        """Number of units per layer (N)."""
-        return self.expert_of_neuron_LN.shape[1]
-
-    @property
     def expert_size(self) -> int:
         """Number of units per expert (S)."""
         return int((self.expert_of_neuron_LN[-1] >= 0).sum()) // self.num_experts
@@ -107,7 +102,7 @@ class ExpertLayout:
 
     @property
     def granularity(self) -> Granularity:
-        """The split of this layout, in the form that files on disk record."""
+        """The split of this layout."""
         return Granularity(
             num_experts=self.num_experts,
             expert_size=self.expert_size,
@@ -116,7 +111,6 @@ class ExpertLayout:
             dropped_size=int((self.expert_of_neuron_LN[-1] == DROPPED).sum()),
             first_dense_layers=self.moe_layers.start,
             target=self.target,
-            beside=self.beside.granularity if self.beside else None,
         )
 
     def neurons_of_expert(self, layer: int) -> Int[Tensor, "E S"]:
@@ -128,10 +122,6 @@ class ExpertLayout:
     def shared_neurons(self, layer: int) -> Int[Tensor, " N"]:
         """Neuron numbers of a layer's shared expert, ascending; all neurons in a dense layer."""
         return (self.expert_of_neuron_LN[layer] == ALWAYS_ON).nonzero().squeeze(1)
-
-    def of_target(self, target: str) -> "ExpertLayout | None":
-        """The layout of one target, if it is split."""
-        return next((part for part in parts_of(self) if part.target == target), None)
 
     def without_idlest(self, work_LE: Float[Tensor, "L E"], num_dropped: int) -> "ExpertLayout":
         """A copy without the `num_dropped` experts of least `work_LE` in each split layer."""
@@ -145,29 +135,44 @@ class ExpertLayout:
             router_LED[layer] = self.router_LED[layer, kept_E]
         return replace(self, expert_of_neuron_LN=expert_LN, router_LED=router_LED)
 
-    def save(self, path: Path) -> None:
-        """Write as one safetensors file."""
-        tensors, metadata = {}, {"format": "dotmoe-layout-1"}
-        for part in parts_of(self):
-            expert_of_neuron = part.expert_of_neuron_LN.to(torch.int32)
-            tensors[in_file(part.target, "expert_of_neuron")] = expert_of_neuron
-            tensors[in_file(part.target, "router")] = part.router_LED.float()
-            metadata[in_file(part.target, "active_experts")] = str(part.active_experts)
-        save_tensors(tensors, path, **metadata)
-
     @classmethod
     def load(cls, path: Path) -> "ExpertLayout":
-        """Read a file written by `save`; a `UserError` if it is missing, truncated or no layout."""
-        with _opened(path, "layout", "Extract again.") as (file, metadata, targets):
-            return joined(
-                cls(
-                    expert_of_neuron_LN=file.get_tensor(in_file(name, "expert_of_neuron")).long(),
-                    router_LED=file.get_tensor(in_file(name, "router")),
-                    active_experts=int(metadata[in_file(name, "active_experts")]),
-                    target=name,
-                )
-                for name in targets
+        """Read the first layout of a file, that of FFNs if they are split; see `load_layouts`."""
+        return load_layouts(path.parent, path.name)[0]
+
+
+Layouts = tuple[ExpertLayout, ...]
+"""The layouts of a model, one for each target: of FFNs, of attention, or of both in this order."""
+
+
+def splits_in(layouts: Layouts) -> Splits:
+    """The split of each layout."""
+    return tuple(layout.granularity for layout in layouts)
+
+
+def save_layouts(layouts: Layouts, folder: Path) -> None:
+    """Write the file `LAYOUT` of a stage's folder."""
+    tensors, metadata = {}, {"format": "dotmoe-layout-1"}
+    for each in layouts:
+        expert_of_neuron = each.expert_of_neuron_LN.to(torch.int32)
+        tensors[in_file(each.target, "expert_of_neuron")] = expert_of_neuron
+        tensors[in_file(each.target, "router")] = each.router_LED.float()
+        metadata[in_file(each.target, "active_experts")] = str(each.active_experts)
+    save_tensors(tensors, folder / LAYOUT, **metadata)
+
+
+def load_layouts(folder: Path, name: str = LAYOUT) -> Layouts:
+    """Read what `save_layouts` wrote; a `UserError` if it is missing, truncated or no layout."""
+    with _opened(folder / name, "layout", "Extract again.") as (file, metadata, targets):
+        return tuple(
+            ExpertLayout(
+                expert_of_neuron_LN=file.get_tensor(in_file(name, "expert_of_neuron")).long(),
+                router_LED=file.get_tensor(in_file(name, "router")),
+                active_experts=int(metadata[in_file(name, "active_experts")]),
+                target=name,
             )
+            for name in targets
+        )
 
 
 def in_file(target: str, name: str) -> str:
@@ -184,6 +189,8 @@ def _opened(
         with safe_open(path, framework="pt", device=device) as file:
             names = set(file.keys())
             targets = [target for target in TARGETS if in_file(target, "router") in names]
+            if not targets:
+                raise KeyError("no router")
             yield file, file.metadata() or {}, targets
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{path} is not a valid {what} ({one_line(error)}). {remedy}") from error
@@ -202,31 +209,35 @@ class AlignState:
     """Optimizer steps taken; 0 for an initial state."""
     target: str = "ffn"
     """What is split, a name of `TARGETS`."""
-    beside: "AlignState | None" = None
-    """The state of attention, if both FFNs and attention are split."""
 
-    def save(self, path: Path) -> None:
-        """Write as one safetensors file."""
-        tensors = {}
-        for part in parts_of(self):
-            tensors[in_file(part.target, "affinity")] = part.affinity_LNE
-            tensors[in_file(part.target, "router")] = part.router_LED
-        save_tensors(tensors, path, format="dotmoe-state-1", step=str(self.step))
 
-    @classmethod
-    def load(cls, path: Path, device: torch.device) -> "AlignState":
-        """Read a file written by `save`; a `UserError` if it is missing, truncated or no state."""
-        remedy = "Delete its folder to run the stage again."
-        with _opened(path, "alignment state", remedy, str(device)) as (file, metadata, targets):
-            return joined(
-                cls(
-                    affinity_LNE=file.get_tensor(in_file(name, "affinity")),
-                    router_LED=file.get_tensor(in_file(name, "router")),
-                    step=int(metadata["step"]),
-                    target=name,
-                )
-                for name in targets
+States = tuple[AlignState, ...]
+"""The states of a model, one for each target: of FFNs, of attention, or of both in this order."""
+
+
+def save_states(states: States, folder: Path) -> None:
+    """Write the file `STATE` of a stage's folder."""
+    tensors = {}
+    for each in states:
+        tensors[in_file(each.target, "affinity")] = each.affinity_LNE
+        tensors[in_file(each.target, "router")] = each.router_LED
+    save_tensors(tensors, folder / STATE, format="dotmoe-state-1", step=str(states[0].step))
+
+
+def load_states(folder: Path, device: torch.device) -> States:
+    """Read what `save_states` wrote; a `UserError` if it is missing, truncated or no state."""
+    remedy = "Delete its folder to run the stage again."
+    with _opened(folder / STATE, "alignment state", remedy, str(device)) as opened:
+        file, metadata, targets = opened
+        return tuple(
+            AlignState(
+                affinity_LNE=file.get_tensor(in_file(name, "affinity")),
+                router_LED=file.get_tensor(in_file(name, "router")),
+                step=int(metadata["step"]),
+                target=name,
             )
+            for name in targets
+        )
 
 
 def assignment_plan(
@@ -253,9 +264,6 @@ def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> 
     Router rows are centred over experts first: this changes no routing, and keeps the gates of the
     exported architecture closest to 1. All neurons of leading dense layers are always on.
     """
-    if split.beside:
-        pairs = zip(parts_of(state), parts_of(split), strict=True)
-        return joined(extract(part, of_part, config) for part, of_part in pairs)
     plan = assignment_plan(config, state.affinity_LNE, split.capacity, config.tau_end)
     centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
     expert_of_neuron_LN = greedy_assignment(plan.plan, capacity=split.capacity).cpu()

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dotmoe.common.distributed import product_in_float32
-from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.router import Routing, is_dense, kernels_for
 from dotmoe.models.family import SILU, TARGETS, Activation, DenseModel, GatedFFN
@@ -116,13 +115,13 @@ def masked(
     return computing(forwards)
 
 
-def masked_by(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager[None]:
-    """Within this context, `dense` computes exactly the layout's MoE, the reference of exports."""
-    return masked(dense, maskings_of(dense, layout))
+def masked_by(dense: DenseModel, *layouts: ExpertLayout) -> AbstractContextManager[None]:
+    """Within this context, `dense` computes exactly the layouts' MoE, the reference of exports."""
+    return masked(dense, maskings_of(dense, *layouts))
 
 
-def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
-    """One `Masking` for each target of a layout, on the device of the model."""
+def maskings_of(dense: DenseModel, *layouts: ExpertLayout) -> list[Masking]:
+    """One `Masking` for each layout, on the device of the model."""
     return [
         Masking(
             routing=Routing(active_experts=part.active_experts),
@@ -133,7 +132,7 @@ def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
             first_layer=part.moe_layers.start,
             target=part.target,
         )
-        for part in parts_of(layout)
+        for part in layouts
     ]
 
 

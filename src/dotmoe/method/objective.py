@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from dotmoe.common.distributed import num_ranks, rank, sum_over_ranks
-from dotmoe.common.errors import UserError
 from dotmoe.method.config import ObjectiveConfig
 from dotmoe.method.router import dense_only, router_losses
 from dotmoe.models.family import DenseModel, readout_of
@@ -17,15 +16,6 @@ from dotmoe.training.loop import named_range
 from dotmoe.training.losses import Taught, distillation_loss, head_of, next_token_labels
 
 logger = logging.getLogger(__name__)
-
-
-def require_trainable(dtype: torch.dtype) -> None:
-    """Refuse to train in float16."""
-    if dtype == torch.float16:
-        raise UserError(
-            "dtype is float16, in which gradients underflow. "
-            "Train with --dtype bfloat16 or float32."
-        )
 
 
 class Objective:

@@ -20,14 +20,13 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.method.config import RepairConfig
-from dotmoe.method.finetuning import CHANGES, LAYOUT
-from dotmoe.method.granularity import Granularity, parts_of
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.granularity import Splits
+from dotmoe.method.layout import Layouts, save_layouts, splits_in
 from dotmoe.method.masked import Masking, masked, maskings_of
 from dotmoe.models.checkpoint import CHANGED, Tensors
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream, Target
 from dotmoe.models.hooks import input_hooks
-from dotmoe.models.load import whole_weights
+from dotmoe.models.load import CHANGES, whole_weights
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import cosine_with_warmup
 
@@ -43,24 +42,24 @@ BATCH, _MANY_TOKENS, _RATE, _WARMUP = 512, 50_000, 0.02, 0.1
 learning rate as a share of a matrix's root mean square, and share of the steps that warm up."""
 
 
-def repair_tokens(config: RepairConfig, split: Granularity, dense_config: Any) -> int:
-    """Number of tokens: `repair_tokens`, or the default for the projections of that split."""
-    inputs = [TARGETS[part.target].inputs(dense_config) for part in parts_of(split)]
+def repair_tokens(config: RepairConfig, splits: Splits, dense_config: Any) -> int:
+    """Number of tokens: `repair_tokens`, or the default for the projections of these splits."""
+    inputs = [TARGETS[split.target].inputs(dense_config) for split in splits]
     return config.repair_tokens or _TOKENS_AN_INPUT * max(inputs)
 
 
-def require_active_experts(config: RepairConfig, split: Granularity) -> None:
+def require_active_experts(config: RepairConfig, splits: Splits) -> None:
     """Raise a `UserError` for a k out of range, or if k is given for two targets at once."""
     ks = config.repair_active_experts
-    if ks and split.beside:
+    if ks and len(splits) > 1:
         raise UserError(
             f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention each "
             "have their own k. Leave it out."
         )
-    if max(ks, default=0) > split.num_experts:
+    if max(ks, default=0) > (most := splits[0].num_experts):
         raise UserError(
-            f"repair_active_experts is {max(ks)}, but the layout has {split.num_experts} "
-            f"experts per layer. Choose 1 to {split.num_experts}."
+            f"repair_active_experts is {max(ks)}, but the layout has {most} experts per layer. "
+            f"Choose 1 to {most}."
         )
 
 
@@ -215,7 +214,7 @@ def train(
 @in_fast_products()
 def repair(
     dense: DenseModel,
-    layout: ExpertLayout,
+    layouts: Layouts,
     blocks: TokenBlocks,
     config: RepairConfig,
     *,
@@ -242,8 +241,8 @@ def repair(
     if there is too little text, or a k is out of range.
     """
     dense.require("memory", "disk")
-    require_active_experts(config, layout.granularity)
-    streams, stored = _Streams(dense, layout, blocks, config), Tensors.of(dense)
+    require_active_experts(config, splits_in(layouts))
+    streams, stored = _Streams(dense, layouts, blocks, config), Tensors.of(dense)
     metrics = list[dict[str, Any]]()
     for index, target, problem, use in streams.problems():
         checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
@@ -260,9 +259,9 @@ def repair(
         use(load_file(checkpoint / CHANGED))
         if target.name == "ffn" or len(streams.maskings) == 1:
             error = f"error {metrics[-1]['heldout_error']:.3f}"
-            on_progress(index + 1, layout.num_layers, error)
-    layout.save(folder / LAYOUT)
-    served = [*config.repair_active_experts] or [part.active_experts for part in parts_of(layout)]
+            on_progress(index + 1, layouts[0].num_layers, error)
+    save_layouts(layouts, folder)
+    served = [*config.repair_active_experts] or [layout.active_experts for layout in layouts]
     record = {"tokens": streams.num_tokens, "active_experts": served, "layers": metrics}
     write_json(folder / METRICS, record)
     return record
@@ -286,13 +285,13 @@ class _Streams:
     """The residual streams of a dense model and of its masked model, which pose the problems."""
 
     def __init__(
-        self, dense: DenseModel, layout: ExpertLayout, blocks: TokenBlocks, config: RepairConfig
+        self, dense: DenseModel, layouts: Layouts, blocks: TokenBlocks, config: RepairConfig
     ) -> None:
-        self.maskings = maskings_of(dense, layout)
+        self.maskings = maskings_of(dense, *layouts)
         self._model, self._config, self._device = dense, config, dense.device
         self._traits = dense.traits
         self._layers = dense.family.layers(dense.model)
-        wanted = repair_tokens(config, layout.granularity, dense.config)
+        wanted = repair_tokens(config, splits_in(layouts), dense.config)
         tokens_BT, self._num_fitted = _drawn(blocks, wanted)
         rows, num = max(1, TOKENS_AT_ONCE // blocks.seq_len), self._num_fitted
         # Rows that run at once are either all fitted or all held out.

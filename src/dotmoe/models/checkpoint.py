@@ -36,6 +36,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+INDEX = "model.safetensors.index.json"
+"""File that records which file of a checkpoint holds which tensor, if it has several."""
 TEXT_OF_WRAPPER = {
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
     r"^(?:model\.)?language_model\.(?=lm_head)": "",
@@ -141,7 +143,7 @@ def pickled(files: Iterable[str]) -> str | None:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Map tensor names to safetensors files, from their headers; refuses incomplete files."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / "model.safetensors", folder / INDEX
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
     if not index.is_file():

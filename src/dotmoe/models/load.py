@@ -45,6 +45,9 @@ from dotmoe.models.family import (
 from dotmoe.models.on_disk import held_in_memory, on_disk, quiet_transformers
 from dotmoe.models.tokenizer import load_tokenizer
 
+MODEL, CHANGES = "model", "layers.parts"
+"""What a stage that trains leaves in its folder: a dense checkpoint; or, after a repair, a folder
+for each layer and target, with the changed weights and their metrics."""
 LARGEST_SHARE = 0.5
 """Share of a GPU's memory for replicated weights; activations and training need the rest."""
 
@@ -115,6 +118,18 @@ def _whole(dense: DenseModel, dtype: torch.dtype | Literal["auto"]) -> nn.Module
     for name, tensor in tensors.read_all(tensors.changed):
         model.get_parameter(name).data.copy_(tensor)
     return model
+
+
+def trained_model(dense: DenseModel, stage: Path) -> DenseModel:
+    """Description of a dense model with the weights that a repair or finetuning left in a folder.
+
+    A repair leaves only what it has changed: the rest is read from the original checkpoint.
+    """
+    if (stage / MODEL).is_dir():
+        return describe_dense(str(stage / MODEL))
+    model = meta_model(dense.config)
+    changed = replace(dense, model=model, weights="meta", changes=stage / CHANGES)
+    return replace(changed, source=str(stage), revision=None)
 
 
 def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:

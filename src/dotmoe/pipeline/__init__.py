@@ -7,7 +7,8 @@ prune:     tokenise -> prune -> evaluate
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,18 +42,26 @@ from dotmoe.measure.report.page import html_report
 from dotmoe.method.align import Alignment, align
 from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers, pruning_errors
 from dotmoe.method.config import AlignConfig, FinetuneConfig, ObjectiveConfig
-from dotmoe.method.finetuning import LAYOUT, computed_in, trained_model
+from dotmoe.method.finetuning import computed_in
 from dotmoe.method.finetuning import finetune as train
-from dotmoe.method.granularity import Granularity, splits_of
-from dotmoe.method.layout import AlignState, ExpertLayout, extract
+from dotmoe.method.granularity import Splits, splits_of, targets_of, to_record
+from dotmoe.method.layout import (
+    Layouts,
+    States,
+    extract,
+    load_layouts,
+    load_states,
+    save_states,
+    splits_in,
+)
 from dotmoe.method.masked import masked_by
 from dotmoe.method.repair import METRICS, repair, repair_tokens, require_active_experts
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel, num_parameters
-from dotmoe.models.load import describe_dense, left_on_disk, load_dense, load_here
+from dotmoe.models.load import describe_dense, left_on_disk, load_dense, load_here, trained_model
 from dotmoe.models.on_disk import on_disk
 from dotmoe.rivals import baselines, pruning
-from dotmoe.rivals.baselines import Baseline
+from dotmoe.rivals.baselines import Baseline, Baselines
 from dotmoe.run.config import FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
@@ -69,7 +78,7 @@ from dotmoe.training.folder import OnStep
 
 Training = TypeVar("Training", AlignConfig, FinetuneConfig)
 
-_STATE, _DENSE_LAYERS = "state.safetensors", "dense_layers.json"
+_DENSE_LAYERS = "dense_layers.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,25 +114,25 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             if run.start(work):
                 return run.conversion()
             dense = load_dense(run.folder.model, config.load)
-            split = raise_on_all_ranks(lambda: split_of(config, dense))
-            to_repair = repair_tokens(config.repairing, split, dense.config) if config.repair else 0
+            splits = raise_on_all_ranks(lambda: splits_for(config, dense))
+            to_repair = config.repair * repair_tokens(config.repairing, splits, dense.config)
             run.tokenise(dense, max(config.calibration_tokens(dense.widths.model), to_repair))
-            split = _with_dense_layers(run, dense, split)
-            state = None
+            splits = _with_dense_layers(run, dense, splits)
+            states = None
             if config.method == "dot_moe" or config.align.steps:
-                state = _align(run, dense, split, _calibrate(run, dense, split))
+                states = _align(run, dense, splits, _calibrate(run, dense, splits))
         if not run.is_rank_zero:
             return run.conversion()
         if dense.weights == "shards":  # on ranks that have returned
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
-        extracted = _extract(run, dense, split, state)
-        layout, weights = extracted.layout, dense
-        metrics: dict[str, Any] = {"steps": 0 if state is None else state.step}
+        extracted = _extract(run, dense, splits, states)
+        layouts, weights = tuple(each.layout for each in extracted), dense
+        metrics: dict[str, Any] = {"steps": 0 if states is None else states[0].step}
         if config.repair:
-            metrics["repair"] = run.repair("repair", dense, layout)
+            metrics["repair"] = run.repair("repair", dense, layouts)
             weights = run.trained("repair", dense)
-        run.export(dense, weights, layout)
-        run.evaluate(dense, layout, lambda: metrics | _measure_unexported(run, dense, extracted))
+        run.export(dense, weights, layouts)
+        run.evaluate(dense, layouts, lambda: metrics | _measure_unexported(run, dense, extracted))
         return run.conversion()
 
 
@@ -156,23 +165,23 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config))
             source, converted = raise_on_all_ranks(lambda: _source(config))
-            repairs, layout = config.finetune.train == "repair", source.layout
+            repairs, layouts = config.finetune.train == "repair", source.layouts
             training = replace(config.finetune, steps=0) if repairs else config.finetune
             run = _Run(config, converted, training, progress)
             if run.start(work, source):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
-            split = layout.granularity
-            raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
+            splits = splits_in(layouts)
+            raise_on_all_ranks(lambda: require_exportable(dense, splits, config.export))
             raise_on_all_ranks(lambda: _require_unedited(source))
-            tokens = repair_tokens(config.repairing, split, dense.config) if repairs else 0
+            tokens = repair_tokens(config.repairing, splits, dense.config) if repairs else 0
             run.tokenise(dense, tokens, beside=source.text)
             if repairs:
                 dense = left_on_disk(dense, config.load)
-                repaired = run.repair("finetune", dense, layout)
+                repaired = run.repair("finetune", dense, layouts)
                 metrics = {"steps": 0, "tokens": repaired["tokens"], "repair": repaired}
             else:
-                layout = _train(run, dense, source)
+                layouts = _train(run, dense, source)
                 blocks = run.text.training
                 steps = training.schedule(blocks.num_blocks).steps
                 metrics = {"steps": steps, "tokens": steps * training.batch_size * blocks.seq_len}
@@ -184,8 +193,8 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
         earlier = {before: source.folder.stage("export")} if source.folder.has("export") else {}
         dense = left_on_disk(dense, config.load)
-        run.export(dense, run.trained("finetune", dense), layout)
-        run.evaluate(dense, layout, lambda: metrics, earlier)
+        run.export(dense, run.trained("finetune", dense), layouts)
+        run.evaluate(dense, layouts, lambda: metrics, earlier)
         return run.conversion()
 
 
@@ -295,17 +304,6 @@ class _Run:
         if other := self.converted.other_text:
             self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
 
-    def state(
-        self, stage: str, device: torch.device, make: Callable[[Path], AlignState]
-    ) -> AlignState:
-        """Affinities and routers of a stage: loaded if it is finished, else made and saved."""
-        return self.stage(
-            stage,
-            lambda folder: AlignState.load(folder / _STATE, device),
-            make,
-            save=lambda state, folder: state.save(folder / _STATE),
-        )
-
     @contextmanager
     def training_bar(self, title: str) -> Iterator[OnStep]:
         """Within this context, a bar shows training steps, tokens per second and active losses."""
@@ -317,13 +315,13 @@ class _Run:
                 step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in losses)
             )
 
-    def repair(self, stage: str, dense: DenseModel, layout: ExpertLayout) -> dict[str, Any]:
-        """Run a stage that repairs the dense weights under the layout's masks; its metrics."""
+    def repair(self, stage: str, dense: DenseModel, layouts: Layouts) -> dict[str, Any]:
+        """Run a stage that repairs the dense weights under the layouts' masks; its metrics."""
 
         def make(folder: Path) -> dict[str, Any]:
             blocks, how = self.text.training, self.config.repairing
             with self.progress.bar("repair") as update:
-                return repair(dense, layout, blocks, how, folder=folder, on_progress=update)
+                return repair(dense, layouts, blocks, how, folder=folder, on_progress=update)
 
         return self.stage(stage, lambda folder: read_json(folder / METRICS), make)
 
@@ -331,20 +329,20 @@ class _Run:
         """The dense model with the weights that a stage wrote, left on disk."""
         return left_on_disk(trained_model(dense, self.folder.stage(stage)), self.config.load)
 
-    def export(self, dense: DenseModel, weights: DenseModel, layout: ExpertLayout) -> None:
+    def export(self, dense: DenseModel, weights: DenseModel, layouts: Layouts) -> None:
         """Write and verify the export of `weights`: `dense`, or its repaired or finetuned form."""
 
         def make(folder: Path) -> None:
             tokens_BT, how = self.text.heldout.tokens_BT, self.config.export
             with self.progress.bar("export") as update:
-                export(weights, layout, folder, how, tokens_BT, origin=dense, on_progress=update)
+                export(weights, layouts, folder, how, tokens_BT, origin=dense, on_progress=update)
 
         self.stage("export", require_checksums, make)
 
     def evaluate(
         self,
         dense: DenseModel,
-        layout: ExpertLayout,
+        layouts: Layouts,
         measure: Callable[[], dict[str, Any]],
         earlier: dict[str, Path] | None = None,
     ) -> None:
@@ -363,7 +361,7 @@ class _Run:
             return {
                 **results,
                 **measure(),
-                "granularity": asdict(layout.granularity),
+                "granularity": to_record(splits_in(layouts)),
                 "parameters": record.parameters,
                 "verification": record.verification_in_short(),
             }
@@ -420,22 +418,23 @@ def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
     return config
 
 
-def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
-    """The split of a conversion; refused if it does not suit the model, export or repair."""
-    split = baselines.granularity_of(config.method, _requested_split(config, dense))
-    require_exportable(dense, split, config.export)
+def splits_for(config: RunConfig, dense: DenseModel) -> Splits:
+    """The splits of a conversion; refused if they do not suit the model, export or repair."""
+    requested = _requested_splits(config, dense)
+    splits = tuple(baselines.granularity_of(config.method, split) for split in requested)
+    require_exportable(dense, splits, config.export)
     if config.repair:
-        require_active_experts(config.repairing, split)
-    return split
+        require_active_experts(config.repairing, splits)
+    return splits
 
 
 def budget_of(config: RunConfig, dense: DenseModel) -> int:
     """Active parameters per token of a conversion with these experts, without routers."""
-    return count_parameters(dense.config, dense.family, _requested_split(config, dense)).active
+    return count_parameters(dense.config, dense.family, _requested_splits(config, dense)).active
 
 
-def _requested_split(config: RunConfig, dense: DenseModel) -> Granularity:
-    """The split that the config requests, before the method adapts it."""
+def _requested_splits(config: RunConfig, dense: DenseModel) -> Splits:
+    """The splits that the config requests, before the method adapts them."""
     how = config.export
     experts = settled_experts(config.experts, dense, how.format, export_dtype(dense, how))
     return splits_of(experts, dense.widths.ffn, dense.config.num_attention_heads)
@@ -456,8 +455,8 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     if source.has_own_weights and repairs:
         raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
     if repairs:
-        require_active_experts(config.repairing, source.layout.granularity)
-    elif source.layout.of_target("attention"):
+        require_active_experts(config.repairing, splits_in(source.layouts))
+    elif targets_of(splits_in(source.layouts)) != "ffn":
         raise UserError(
             f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
             "can be repaired but not trained further yet. Set --train repair."
@@ -468,7 +467,7 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
 
 def _require_unedited(source: FinishedRun) -> None:
     """Refuse a run whose export has another k than its layout, which is what is finetuned."""
-    k, exported = source.layout.active_experts, source.folder.stage("export")
+    k, exported = source.layouts[0].active_experts, source.folder.stage("export")
     if source.folder.has("export") and (edited := ExportRecord.load(exported).active_experts) != k:
         raise UserError(
             f"{exported} was edited to run {edited} experts per token, but {k} would be finetuned. "
@@ -479,14 +478,14 @@ def _require_unedited(source: FinishedRun) -> None:
 # --- stages of one command ---------------------------------------------------------------------
 
 
-def _with_dense_layers(run: _Run, dense: DenseModel, split: Granularity) -> Granularity:
-    """The split with the number of leading dense layers; measured if the config leaves it open."""
+def _with_dense_layers(run: _Run, dense: DenseModel, splits: Splits) -> Splits:
+    """The splits with the number of leading dense layers, measured if the config leaves it open."""
     if run.config.experts.first_dense_layers is not None:
-        return split
+        return splits
 
     def make(folder: Path) -> dict[str, Any]:
         tokens_BT = run.text.training.drawn(OUTLIER_TOKENS)
-        errors_L = pruning_errors(dense, tokens_BT, split.active_fraction)
+        errors_L = pruning_errors(dense, tokens_BT, splits[0].active_fraction)
         median, leading = float(errors_L.median()), leading_outliers(errors_L)
         times = ", ".join(f"{error / median:.1f}" for error in errors_L[: leading + 1].tolist())
         run.progress.log(
@@ -501,44 +500,49 @@ def _with_dense_layers(run: _Run, dense: DenseModel, split: Granularity) -> Gran
         make,
         save=lambda record, folder: write_json(folder / _DENSE_LAYERS, record),
     )
-    return replace(split, first_dense_layers=record["first_dense_layers"])
+    leading = record["first_dense_layers"]
+    return tuple(replace(split, first_dense_layers=leading) for split in splits)
 
 
-def _calibrate(run: _Run, dense: DenseModel, split: Granularity) -> AlignState:
+def _calibrate(run: _Run, dense: DenseModel, splits: Splits) -> States:
     """Initial affinities and routers; for a method other than DOT-MoE from its own split."""
     config = run.config
 
-    def make(folder: Path) -> AlignState:
+    def make(folder: Path) -> States:
         if config.method != "dot_moe":
-            return baselines.state_of(_split_by_baseline(run, dense, split).layout, dense.device)
-        blocks, how, seed = run.text.training, config.calibrate, config.seed
+            made = _split_by_baseline(run, dense, splits)
+            return tuple(baselines.state_of(each.layout, dense.device) for each in made)
+        how, seed = config.calibrate, config.seed
         with run.progress.bar(f"calibrate ({how.start})") as update:
-            return calibrate(dense, blocks, split, how, seed=seed, on_progress=update)
+            start = partial(calibrate, config=how, seed=seed, on_progress=update)
+            return tuple(start(dense, run.text.training, split) for split in splits)
 
-    return run.state("calibrate", dense.device, make)
+    load = partial(load_states, device=dense.device)
+    return run.stage("calibrate", load, make, save=save_states)
 
 
-def _align(run: _Run, dense: DenseModel, split: Granularity, start: AlignState) -> AlignState:
+def _align(run: _Run, dense: DenseModel, splits: Splits, start: States) -> States:
     """Learned affinities and routers; those of the start if there are no steps."""
     config = run.config
 
-    def make(folder: Path) -> AlignState:
+    def make(folder: Path) -> States:
         if not config.align.steps:
             return start
         dtype, blocks = next(dense.model.parameters()).dtype, run.text.training
-        align_how = _fitting(run, dense, split, config.align, (dtype, dense.weights == "shards"))
+        align_how = _fitting(run, dense, splits, config.align, (dtype, dense.weights == "shards"))
         how = align_how, config.assignment
-        task = Alignment(dense, blocks, start, split, *how, seed=config.seed)
+        task = Alignment(dense, blocks, start, splits, *how, seed=config.seed)
         with run.training_bar("align") as on_step:
             return align(task, folder, config.training, on_step)
 
-    return run.state("align", dense.device, make)
+    load = partial(load_states, device=dense.device)
+    return run.stage("align", load, make, save=save_states)
 
 
 def _fitting(
     run: _Run,
     dense: DenseModel,
-    split: Granularity,
+    splits: Splits,
     how: Training,
     placed: tuple[torch.dtype, bool],
 ) -> Training:
@@ -550,7 +554,7 @@ def _fitting(
     train = how.train if isinstance(how, FinetuneConfig) else "assignment"
 
     def fitted() -> tuple[bool, int]:
-        sizes = Sizes(dense.config, split, stored=dtype, written=dtype)
+        sizes = Sizes(dense.config, splits, stored=dtype, written=dtype)
         step = Step(
             sizes=sizes,
             batch_size=how.batch_size,
@@ -577,62 +581,64 @@ def _fitting(
     return replace(how, activation_checkpointing=checkpointing, micro_batch_size=size)
 
 
-def _extract(
-    run: _Run, dense: DenseModel, split: Granularity, state: AlignState | None
-) -> Baseline:
-    """The layout: rounded from an aligned state, or made directly by a method without training."""
+def _extract(run: _Run, dense: DenseModel, splits: Splits, states: States | None) -> Baselines:
+    """The layouts: rounded from aligned states, or made directly by a method without training."""
 
-    def make(folder: Path) -> Baseline:
-        if state is None:
-            return _split_by_baseline(run, dense, split)
-        return Baseline(layout=extract(state, split, run.config.assignment))
+    def make(folder: Path) -> Baselines:
+        if states is None:
+            return _split_by_baseline(run, dense, splits)
+        pairs, how = zip(states, splits, strict=True), run.config.assignment
+        return tuple(Baseline(layout=extract(state, split, how)) for state, split in pairs)
 
-    return run.stage("extract", Baseline.load, make, save=Baseline.save)
+    load, save = baselines.load_baselines, baselines.save_baselines
+    return run.stage("extract", load, make, save=save)
 
 
-def _split_by_baseline(run: _Run, dense: DenseModel, split: Granularity) -> Baseline:
-    """Experts and router of a method other than DOT-MoE."""
+def _split_by_baseline(run: _Run, dense: DenseModel, splits: Splits) -> Baselines:
+    """Experts and routers of a method other than DOT-MoE."""
     config = run.config
     inputs = baselines.SplitInputs(
         dense=dense,
         tokens_BT=run.text.training.drawn(config.calibrate.tokens(dense.widths.model)),
-        granularity=split,
+        granularity=splits[0],
         config=config.baseline,
         calibrate=config.calibrate,
         seed=config.seed,
     )
     with run.progress.bar(config.method) as update:
-        return baselines.baseline(config.method, inputs, on_progress=update)
+        of_each = [replace(inputs, granularity=split) for split in splits]
+        return tuple(baselines.baseline(config.method, each, update) for each in of_each)
 
 
-def _measure_unexported(run: _Run, dense: DenseModel, extracted: Baseline) -> dict[str, Any]:
+def _measure_unexported(run: _Run, dense: DenseModel, extracted: Baselines) -> dict[str, Any]:
     """Perplexity before the repair, and with the method's own router if no export can hold it."""
-    results, layout = {}, extracted.layout
+    results, first = {}, extracted[0]
     if run.config.repair:
-        frozen = masked_by(dense, layout)
+        frozen = masked_by(dense, *(each.layout for each in extracted))
         results["frozen"] = run.perplexity_within(frozen, "before repair", dense)
-    if extracted.own and run.config.baseline.split_router == "own":
+    if first.own and run.config.baseline.split_router == "own":
         shares = list[Tensor]()
-        routed = baselines.routed_by_own(run.config.method, dense, extracted, shares)
+        routed = baselines.routed_by_own(run.config.method, dense, first, shares)
         own = run.perplexity_within(routed, "its own router", dense)
-        active = baselines.active_share(shares, len(layout.moe_layers))
+        active = baselines.active_share(shares, len(first.layout.moe_layers))
         results["moe_own_router"] = own | {"active": active}
     return results
 
 
-def _train(run: _Run, dense: DenseModel, source: FinishedRun) -> ExpertLayout:
+def _train(run: _Run, dense: DenseModel, source: FinishedRun) -> Layouts:
     """Run the finetune stage on a finished run; returns its layout with the trained routers."""
     config, start, origin = run.config, dense, None
+    (layout,) = source.layouts  # of FFNs: experts made of heads are refused
     if source.has_own_weights:
         start, origin = raise_on_all_ranks(source.described), dense
 
-    def make(folder: Path) -> ExpertLayout:
-        split, placed = source.layout.granularity, computed_in(start, config.finetune, config.load)
-        how = _fitting(run, start, split, config.finetune, placed)
+    def make(folder: Path) -> Layouts:
+        placed = computed_in(start, config.finetune, config.load)
+        how = _fitting(run, start, (layout.granularity,), config.finetune, placed)
         with run.training_bar(f"finetune ({config.finetune.train})") as on_step:
-            return train(
+            trained = train(
                 start,
-                source.layout,
+                layout,
                 run.text.training,
                 how,
                 folder=folder,
@@ -642,8 +648,9 @@ def _train(run: _Run, dense: DenseModel, source: FinishedRun) -> ExpertLayout:
                 training=config.training,
                 on_step=on_step,
             )
+        return (trained,)
 
-    return run.stage("finetune", lambda folder: ExpertLayout.load(folder / LAYOUT), make)
+    return run.stage("finetune", load_layouts, make)
 
 
 def _prune(run: _Run, dense: DenseModel) -> dict[str, Any]:

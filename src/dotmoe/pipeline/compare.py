@@ -7,7 +7,7 @@ resumes, and a command with more runs than before makes only the new ones.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown
 from dotmoe.measure.evaluate.perplexity import difference, error_over, nats_with_error
 from dotmoe.method.config import AlignConfig, CalibrateConfig, ExpertsConfig
-from dotmoe.method.granularity import Granularity
+from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import describe_dense
-from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
+from dotmoe.pipeline import budget_of, convert, finetune, prune, splits_for
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.pruning import PRUNING
 from dotmoe.run.config import PAPER, CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
@@ -70,7 +70,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     dense = describe_dense(config.model)
     read = config.calibration_tokens(dense.widths.model)
     if config.repair:
-        read += repair_tokens(config.repairing, split_of(config, dense), dense.config)
+        read += repair_tokens(config.repairing, splits_for(config, dense), dense.config)
     summary = _measure(config, points_of(config, read), dense, progress)
     summary["other_text"] = list(config.other_text)
     budget = budget_of(config, dense)
@@ -244,7 +244,7 @@ def _fitting(
                 device = resolved_device(point.config.load.device)
                 PRUNING[point.config.method].require(dense, device)
             else:
-                split_of(point.config, dense)
+                splits_for(point.config, dense)
         except UserError as error:
             if "all" not in config.methods:
                 raise
@@ -394,7 +394,7 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
         row["steps"] = config.align.steps
         yield row | {"text_tokens": row["calibration_tokens"]}
         return
-    exact, split = results.get("moe_own_router"), Granularity.of(results["granularity"])
+    exact, split = results.get("moe_own_router"), from_record(results["granularity"])[0]
     router: str = config.baseline.split_router
     if config.method == "dot_moe":
         router = {"data": "ridge", "random": "random"}[config.calibrate.start]
@@ -402,7 +402,7 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
     frozen = {
         "run": point.name,
         "value": point.value,
-        **asdict(split),
+        **results["granularity"],
         "active_fraction": split.active_fraction,
         "shared_fraction": split.shared_size / split.units,
         "parameters": results["parameters"]["active"],

@@ -33,19 +33,24 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
         folder = path.parent if path.suffix == ".gguf" else export_folder(path)
         return set_active_experts(folder, config.active_experts)
     run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
-    layout, described = run.layout, run.described()
+    (layout, *others), described = run.layouts, run.described()
     dense = left_on_disk(described, config.load)
     if config.active_experts is not None:
         layout = replace(layout, active_experts=config.active_experts)
     if config.drop_experts:
+        if layout.target != "ffn" or others:
+            raise UserError(
+                f"drop_experts is {config.drop_experts}, but {config.run} has experts made of "
+                "heads, all of which are kept. Leave it out."
+            )
         layout = _without_idlest(run, layout, dense, config.drop_experts, on_progress)
     origin = None
     if run.has_own_weights:
         revision = run.folder.manifest.get("revision")
         origin = replace(described, source=run.model, revision=revision)
-    tokens_BT = run.text.heldout.tokens_BT
+    layouts, tokens_BT = (layout, *others), run.text.heldout.tokens_BT
     return export(
-        dense, layout, out, config.export, tokens_BT, origin=origin, on_progress=on_progress
+        dense, layouts, out, config.export, tokens_BT, origin=origin, on_progress=on_progress
     )
 
 
@@ -53,11 +58,6 @@ def _without_idlest(
     run: FinishedRun, layout: ExpertLayout, dense: DenseModel, num: int, on_progress: Update
 ) -> ExpertLayout:
     """The layout without the `num` experts per layer with the least energy on the run's text."""
-    if layout.target != "ffn" or layout.beside:
-        raise UserError(
-            f"drop_experts is {num}, but {run.folder.path} has experts made of heads, all of which "
-            "are kept. Leave it out."
-        )
     most = layout.num_experts - layout.active_experts
     if num > most:
         raise UserError(

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from dotmoe.common.errors import UserError
-from dotmoe.method.finetuning import LAYOUT, MODEL, trained_model
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.layout import LAYOUT, Layouts, load_layouts
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel
-from dotmoe.models.load import describe_dense
+from dotmoe.models.load import MODEL, describe_dense, trained_model
 from dotmoe.run.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.run.folder import RunFolder
 from dotmoe.text.tokenise import HELDOUT_FILES, Text
@@ -40,9 +39,9 @@ class FinishedRun:
         """The original dense model of the run: folder, or hub name with its commit."""
 
     @cached_property
-    def layout(self) -> ExpertLayout:
+    def layouts(self) -> Layouts:
         """The run's experts, routers and k."""
-        return ExpertLayout.load(self.folder.stage(self.made_by) / LAYOUT)
+        return load_layouts(self.folder.stage(self.made_by))
 
     @property
     def fingerprints(self) -> dict[str, str]:

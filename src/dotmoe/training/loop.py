@@ -88,6 +88,15 @@ class Task(Protocol):
         """Release the memory of an interrupted step, except gradients and `state`."""
 
 
+def require_trainable(dtype: torch.dtype) -> None:
+    """Refuse to train in float16."""
+    if dtype == torch.float16:
+        raise UserError(
+            "dtype is float16, in which gradients underflow. "
+            "Train with --dtype bfloat16 or float32."
+        )
+
+
 def train(
     task: Task,
     folder: Path,

@@ -12,6 +12,8 @@ from dotmoe.measure.analyse.experts import SEED, outputs_tsne, sensitivity, util
 from dotmoe.measure.analyse.overhead import profile
 from dotmoe.measure.analyse.run import AnalysedRun, Findings
 from dotmoe.measure.config import AnalyseConfig
+from dotmoe.method.granularity import targets_of
+from dotmoe.method.layout import splits_in
 from dotmoe.run.folder import provenance
 
 FORM = 4
@@ -88,7 +90,7 @@ def analyse(
 
 def _require(run: AnalysedRun, name: str) -> None:
     """Raise a `UserError` if the run or the installed packages lack what the analysis needs."""
-    analysis, targets = ANALYSES[name], run.layout.granularity.targets
+    analysis, targets = ANALYSES[name], targets_of(splits_in(run.layouts))
     if analysis.package:
         require_package(analysis.package, "analysis", name)
     if targets not in analysis.targets:

@@ -13,7 +13,6 @@ from torch import Tensor
 from dotmoe.common.tables import figure
 from dotmoe.measure.analyse.run import FORWARD_TOKENS, AnalysedRun, Findings, router_inputs
 from dotmoe.measure.evaluate.models import stock_nats
-from dotmoe.method.granularity import parts_of
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.method.masked import masked, maskings_of
 from dotmoe.models.family import GatedFFN
@@ -30,7 +29,7 @@ def utilisation(run: AnalysedRun) -> Findings:
     Values: share of the tokens that run each expert (sums to k), statistics by layer, warnings.
     If FFNs and attention are split, `attention` holds the same values for attention.
     """
-    (values, sentences), *attention = (_load(run, part) for part in parts_of(run.layout))
+    (values, sentences), *attention = (_load(run, layout) for layout in run.layouts)
     for of_heads, more in attention:
         values["attention"] = of_heads
         sentences += more
@@ -123,7 +122,7 @@ def outputs_tsne(run: AnalysedRun) -> Findings:
     generator = torch.Generator().manual_seed(SEED)
     chosen_TK = run.routes["ffn"][run.layers.index(layer)]
     token_P, expert_P = sampled_pairs(chosen_TK, POINTS, EXPERTS_SHOWN, generator)
-    x_PD = router_inputs(run.dense, layout, run.tokens, layer)[token_P].to(run.dense.device)
+    x_PD = router_inputs(run.dense, run.layouts, run.tokens, layer)[token_P].to(run.dense.device)
     ffn = run.dense.family.ffn(run.dense.family.layers(run.dense.model)[layer])
     own_N = layout.expert_of_neuron_LN[layer]
     is_routed_N, random_N = own_N != ALWAYS_ON, own_N.clone()
@@ -218,7 +217,7 @@ def sensitivity(run: AnalysedRun) -> Findings:
     """
     dense = run.original
     rows_BT = run.tokens[: max(1, FORWARD_TOKENS // run.tokens.shape[1])]
-    nats, maskings = stock_nats(dense.model), maskings_of(dense, run.layout)
+    nats, maskings = stock_nats(dense.model), maskings_of(dense, *run.layouts)
 
     def loss(*layers: int) -> float:
         with masked(dense, maskings, layers):

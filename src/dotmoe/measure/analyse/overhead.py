@@ -12,7 +12,7 @@ import torch
 
 from dotmoe.measure.analyse.run import AnalysedRun, Findings
 from dotmoe.method.align import Alignment
-from dotmoe.method.layout import AlignState, ExpertLayout
+from dotmoe.method.layout import load_layouts, load_states, splits_in
 from dotmoe.method.masked import masked
 from dotmoe.method.router import dense_only, router_losses
 from dotmoe.models.hooks import recomputing
@@ -41,8 +41,8 @@ def profile(run: AnalysedRun) -> Findings:
     task = Alignment(
         dense,
         Text.load(folder.verified("data")).training,
-        AlignState.load(folder.verified("align") / "state.safetensors", dense.device),
-        ExpertLayout.load(folder.verified("extract") / "layout.safetensors").granularity,
+        load_states(folder.verified("align"), dense.device),
+        splits_in(load_layouts(folder.verified("extract"))),
         replace(config.align, warmup_ratio=0.0),
         config.assignment,
         seed=config.seed,

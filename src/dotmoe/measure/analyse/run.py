@@ -14,8 +14,7 @@ from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.export.routers import at_routers
 from dotmoe.measure.config import AnalyseConfig
 from dotmoe.method.calibrate import contributions, expert_sums
-from dotmoe.method.granularity import parts_of
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.method.router import router_logits
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import load_described
@@ -39,6 +38,8 @@ class AnalysedRun(FinishedRun):
         heldout = self.text.heldout
         self.tokens: Tensor = heldout.tokens_BT[: max(1, asked.tokens // heldout.seq_len)]
         """Text to route: the first blocks of the held-out text."""
+        self.layout = self.layouts[0]
+        """The first layout: of FFNs, if they are split."""
         self.layers = layers = self.layout.moe_layers
         self.layer = layers[len(layers) // 3] if asked.layer is None else asked.layer
         """Layer whose expert outputs are shown."""
@@ -64,7 +65,7 @@ class AnalysedRun(FinishedRun):
     def routes(self) -> dict[str, Int[Tensor, "L T K"]]:
         """Experts that run for each token of the text; see `captured_routes`."""
         with self.progress.bar("route held-out text") as update:
-            return captured_routes(self.dense, self.layout, self.tokens, update)
+            return captured_routes(self.dense, self.layouts, self.tokens, update)
 
     @cached_property
     def aligned(self) -> RunFolder | None:
@@ -78,7 +79,7 @@ class AnalysedRun(FinishedRun):
 
 def captured_routes(
     dense: DenseModel,
-    layout: ExpertLayout,
+    layouts: Layouts,
     tokens_BT: Int[Tensor, "B T"],
     on_progress: Update = no_update,
 ) -> dict[str, Int[Tensor, "L T K"]]:
@@ -87,16 +88,16 @@ def captured_routes(
     The expert with the largest logit is first (eq:router_topk). Rows are independent sequences.
     """
 
-    def routes(part: ExpertLayout) -> Int[Tensor, "L T K"]:
-        chosen: dict[int, list[Tensor]] = {layer: [] for layer in part.moe_layers}
+    def routes(layout: ExpertLayout) -> Int[Tensor, "L T K"]:
+        chosen: dict[int, list[Tensor]] = {layer: [] for layer in layout.moe_layers}
 
         def look(layer: int, x_TD: Tensor) -> None:
-            chosen[layer].append(_chosen(part, layer, x_TD).to(torch.int16).cpu())
+            chosen[layer].append(_chosen(layout, layer, x_TD).to(torch.int16).cpu())
 
-        _look_at_text(dense, layout, tokens_BT, look, on_progress, part.target)
+        _look_at_text(dense, layouts, tokens_BT, look, on_progress, layout.target)
         return torch.stack([torch.cat(parts) for parts in chosen.values()])
 
-    return {part.target: routes(part) for part in parts_of(layout)}
+    return {layout.target: routes(layout) for layout in layouts}
 
 
 def expert_energies(
@@ -121,12 +122,12 @@ def expert_energies(
         runs_TE = torch.zeros_like(energy_TE).scatter_(1, _chosen(layout, layer, x_TD), 1.0)
         sums[layer] += (runs_TE * energy_TE).sum(dim=0).cpu()
 
-    _look_at_text(dense, layout, tokens_BT, look, on_progress)
+    _look_at_text(dense, (layout,), tokens_BT, look, on_progress)
     return torch.stack(list(sums.values()))
 
 
 def router_inputs(
-    dense: DenseModel, layout: ExpertLayout, tokens_BT: Int[Tensor, "B T"], layer: int
+    dense: DenseModel, layouts: Layouts, tokens_BT: Int[Tensor, "B T"], layer: int
 ) -> Float[Tensor, "T D"]:
     """Input of the router and the FFN of one split layer for the whole text, on the CPU."""
     kept: list[Tensor] = []
@@ -135,7 +136,7 @@ def router_inputs(
         if index == layer:
             kept.append(x_TD.cpu())
 
-    _look_at_text(dense, layout, tokens_BT, look)
+    _look_at_text(dense, layouts, tokens_BT, look)
     return torch.cat(kept)
 
 
@@ -146,7 +147,7 @@ def _chosen(layout: ExpertLayout, layer: int, x_TD: Tensor) -> Int[Tensor, "T K"
 
 def _look_at_text(
     dense: DenseModel,
-    layout: ExpertLayout,
+    layouts: Layouts,
     tokens_BT: Tensor,
     look: Callable[[int, Tensor], None],
     on_progress: Update = no_update,
@@ -155,5 +156,5 @@ def _look_at_text(
     """Run `at_routers` on the whole text; `on_progress` receives the number of blocks."""
     done = 0
     for rows in torch.split(tokens_BT, max(1, FORWARD_TOKENS // tokens_BT.shape[1])):
-        at_routers(dense, layout, rows, look, target)
+        at_routers(dense, layouts, rows, look, target)
         on_progress(done := done + len(rows), len(tokens_BT))

@@ -29,7 +29,7 @@ from dotmoe.measure.inspection.planner import (
 from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
 from dotmoe.measure.inspection.stages import UNMEASURED, Stages
 from dotmoe.method.config import RepairConfig
-from dotmoe.method.granularity import Granularity, splits_of
+from dotmoe.method.granularity import Splits, splits_of, to_record
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
@@ -92,7 +92,7 @@ def inspect_model(
         "widths": sizes.widths._asdict(),
         "stored_dtype": dtype_name(stored),
         "written_dtype": dtype_name(sizes.written),
-        "granularity": asdict(sizes.split),
+        "granularity": to_record(sizes.splits),
         "counts": asdict(sizes.counts),
         "run": {
             "shown": [task for task in trainings if task == "align" or is_asked],
@@ -110,7 +110,9 @@ def inspect_model(
         "plans": plans,
         "unmeasured": [*UNMEASURED],
         "warnings": _warnings(dense, sizes, options, form),
-        "limits": _limits(dense, sizes.split, form, dtype_name(sizes.written)),
+        "limits": []
+        if isinstance(form, str) or "vLLM" not in form.servers
+        else limits_met(form.config(dense, sizes.split, dtype_name(sizes.written))),
     }
 
 
@@ -157,9 +159,9 @@ def _sized(
     model, family = meta_model(config), family_of(config)
     dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
     experts = settled_experts(options.experts, dense, options.export.format, written)
-    split = splits_of(experts, config.intermediate_size, config.num_attention_heads)
-    sizes = Sizes(config, split, stored=stored, written=written)
-    return dense, sizes, _format_or_refusal(dense, split, options.export.format, written)
+    splits = splits_of(experts, config.intermediate_size, config.num_attention_heads)
+    sizes = Sizes(config, splits, stored=stored, written=written)
+    return dense, sizes, _format_or_refusal(dense, splits, options.export.format, written)
 
 
 def _measured(device: torch.device, options: RunConfig, stored: torch.dtype) -> Accelerator:
@@ -234,22 +236,13 @@ def _warnings(
     return found + yarn_notes(dense.config)
 
 
-def _limits(
-    dense: DenseModel, split: Granularity, form: TransformersFormat | str, dtype: str
-) -> list[str]:
-    """What servers get wrong, or need, with this split in its format."""
-    if isinstance(form, str) or "vLLM" not in form.servers:
-        return []
-    return limits_met(form.config(dense, split, dtype))
-
-
 def _format_or_refusal(
-    dense: DenseModel, split: Granularity, name: str, written: torch.dtype
+    dense: DenseModel, splits: Splits, name: str, written: torch.dtype
 ) -> TransformersFormat | str:
     """The format of the export, or why none can hold this; raised if no layer is split."""
     try:
-        return FORMATS[format_for(dense, split, name, written).name]
+        return FORMATS[format_for(dense, splits, name, written).name]
     except UserError as error:
-        if split.first_dense_layers >= dense.widths.layers:
+        if splits[0].first_dense_layers >= dense.widths.layers:
             raise
         return str(error)

@@ -12,7 +12,7 @@ import torch
 
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import FinetuneConfig
-from dotmoe.method.granularity import Granularity, parts_of
+from dotmoe.method.granularity import Splits, targets_of
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, meta_model, widths_of
 from dotmoe.training.losses import chunk_rows
 
@@ -29,31 +29,33 @@ ROWS_IN_BACKWARD = 4
 
 
 class Sizes:
-    """The sizes of a model and its split that the estimates use.
+    """The sizes of a model and its splits that the estimates use.
 
     `stored` is the dtype of the dense checkpoint, `written` that of the exported one.
     """
 
     def __init__(
-        self, config: Any, split: Granularity, *, stored: torch.dtype, written: torch.dtype
+        self, config: Any, splits: Splits, *, stored: torch.dtype, written: torch.dtype
     ) -> None:
         family, self.config = family_of(config), config
-        self.split, self.stored, self.written = split, stored, written
+        self.splits, self.stored, self.written = splits, stored, written
+        self.split = splits[0]
+        """The first split: of FFNs, if they are split."""
         self.widths, self.traits = widths_of(config), family.traits(meta_model(config))
-        self.counts = counts = count_parameters(config, family, split)
+        self.counts = counts = count_parameters(config, family, splits)
         self.queries: int = config.num_attention_heads * self.traits.head_dim
         """Number of entries of a token's queries in one layer."""
         self.head_width: int = self.queries + config.num_key_value_heads * self.traits.head_dim
         """Number of entries of a token's queries and keys in one layer."""
-        self.moe_layers = self.widths.layers - split.first_dense_layers
-        self.affinities_of_a_layer = sum(part.units * part.columns for part in parts_of(split))
+        self.moe_layers = self.widths.layers - self.split.first_dense_layers
+        self.affinities_of_a_layer = sum(split.units * split.columns for split in splits)
         """Number of entries of A, over all targets, in a layer that is split."""
         self.affinities = self.moe_layers * self.affinities_of_a_layer
-        self.repaired_inputs = [TARGETS[part.target].inputs(config) for part in parts_of(split)]
+        self.repaired_inputs = [TARGETS[split.target].inputs(config) for split in splits]
         """Numbers of inputs of the projections that a repair refits: W_down, W_O or both."""
         self.repaired = self.moe_layers * self.widths.model * sum(self.repaired_inputs)
         """Number of weights of these projections."""
-        self.has_heads = split.targets != "ffn"
+        self.has_heads = targets_of(splits) != "ffn"
         # The last norm, of the model width, belongs to no layer.
         in_layers = counts.attention_and_norms - self.widths.model + counts.ffn_total
         self.layer_parameters = in_layers // self.widths.layers

@@ -28,7 +28,6 @@ from dotmoe.measure.inspection.sizes import (
 )
 from dotmoe.method.calibrate import LAYERS_PER_DENSE, OUTLIER_TOKENS, ROUNDS
 from dotmoe.method.config import RepairConfig
-from dotmoe.method.granularity import parts_of
 from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS, repair_tokens
 from dotmoe.run.config import RunConfig
 
@@ -97,7 +96,7 @@ class Stages:
             sizes=sizes,
             calibration_tokens=config.calibration_tokens(sizes.widths.model),
             repair_tokens=config.repair
-            * repair_tokens(config.repairing, sizes.split, sizes.config),
+            * repair_tokens(config.repairing, sizes.splits, sizes.config),
             repair_epochs=config.repairing.repair_epochs,
             training_tokens=config.align.steps * config.align.batch_size * seq_len,
             eval_tokens=config.eval_tokens,
@@ -112,9 +111,9 @@ class Stages:
         self, choices: Mapping[str, RepairConfig]
     ) -> Iterator[tuple[str, RepairConfig, "Stages"]]:
         """The same conversion with each of these repairs on at most the default's tokens."""
-        most = repair_tokens(RepairConfig(), self.sizes.split, self.sizes.config)
+        most = repair_tokens(RepairConfig(), self.sizes.splits, self.sizes.config)
         for name, how in choices.items():
-            tokens = repair_tokens(how, self.sizes.split, self.sizes.config)
+            tokens = repair_tokens(how, self.sizes.splits, self.sizes.config)
             if how.repair_tokens is None or tokens < most:
                 epochs = how.repair_epochs
                 yield name, how, replace(self, repair_tokens=tokens, repair_epochs=epochs)
@@ -241,7 +240,7 @@ class Stages:
         if self.calibration_tokens:
             memory = calibration_memory(sizes, self.calibration_tokens, held)
             yield "start from data", self.calibrate(machine), memory, FLOAT32 * trainables
-        units = sizes.widths.layers * sum(part.units for part in parts_of(sizes.split))
+        units = sizes.widths.layers * sum(split.units for split in sizes.splits)
         yield "extraction", Work(), {}, FLOAT32 * (units + sizes.counts.routers)
         if self.repair_tokens:
             memory, weights = repair_memory(sizes, self.repair_tokens, held), sizes.repaired

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 
 from dotmoe.common.files import Values
 from dotmoe.common.tables import Table, in_bytes, in_time, table_of, to_rich
-from dotmoe.method.granularity import Granularity, parts_of
+from dotmoe.method.granularity import from_record
 
 
 def render(record: Values) -> RenderableType:
@@ -26,8 +26,8 @@ def render(record: Values) -> RenderableType:
 
 
 def _model(record: Values) -> Table:
-    parts, widths = parts_of(Granularity.of(record["granularity"])), record["widths"]
-    first, layers = parts[0].first_dense_layers, widths["layers"]
+    splits, widths = from_record(record["granularity"]), record["widths"]
+    first, layers = splits[0].first_dense_layers, widths["layers"]
     which = f"layers {first} to {layers - 1}: " if first else "every layer "
     model = (
         f"{record['model_type']}, {layers} layers, model width {widths['model']:,}, FFN width "
@@ -35,15 +35,15 @@ def _model(record: Values) -> Table:
         f"stored as {record['stored_dtype']}"
     )
     rows = [["model", model]]
-    for part in parts:
+    for split in splits:
         units, whole = "neurons", "FFN neurons"
-        if part.target == "attention":
+        if split.target == "attention":
             units, whole = "query heads", "query heads; all keys and values"
-        shared = f"and {part.shared_size} neurons always, " if part.shared_size else ""
+        shared = f"and {split.shared_size} neurons always, " if split.shared_size else ""
         experts = (
-            f"{which}{part.num_experts} experts of {part.expert_size} {units}; "
-            f"{part.active_experts} run per token, {shared}"
-            f"{part.active_fraction:.1%} of the {whole}"
+            f"{which}{split.num_experts} experts of {split.expert_size} {units}; "
+            f"{split.active_experts} run per token, {shared}"
+            f"{split.active_fraction:.1%} of the {whole}"
         )
         rows.append(["split", experts])
     return Table(columns=("", ""), rows=rows, words=2)

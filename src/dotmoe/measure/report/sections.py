@@ -23,7 +23,7 @@ from dotmoe.measure.evaluate.tasks import (
 )
 from dotmoe.measure.inspection.tables import counts_table
 from dotmoe.measure.report import RunResults
-from dotmoe.method.granularity import Granularity, parts_of
+from dotmoe.method.granularity import from_record, targets_of
 
 TINY = (
     "A model of 3 million parameters writes Python that looks like Python: it keeps indentation, "
@@ -93,12 +93,12 @@ def _generation(run: RunResults, _: Values) -> Blocks:
 
 
 def _size(run: RunResults, results: Values) -> Blocks:
-    split, counts = Granularity.of(results["granularity"]), results["parameters"]
+    counts = results["parameters"]
     blocks: Blocks = [
-        f"{part.num_experts} experts of {part.expert_size} {UNITS[part.target]} a layer, "
-        f"{part.active_experts} run per token; shared {UNITS[part.target]}: {part.shared_size}; "
+        f"{split.num_experts} experts of {split.expert_size} {UNITS[split.target]} a layer, "
+        f"{split.active_experts} run per token; shared {UNITS[split.target]}: {split.shared_size}; "
         f"leading layers left dense: {split.first_dense_layers}."
-        for part in parts_of(split)
+        for split in from_record(results["granularity"])
     ]
     blocks.append(counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"))
     if export := run.export:
@@ -170,7 +170,7 @@ def _origins(run: RunResults, results: Values) -> Blocks:
 
 def _missing(run: RunResults, results: Values) -> Blocks:
     """Measurements that are missing, each with the command that makes it."""
-    folder, dense, split = str(run.folder), run.dense_model, Granularity.of(results["granularity"])
+    folder, dense, splits = str(run.folder), run.dense_model, from_record(results["granularity"])
     out = ["--out", f"{folder}/6_evaluate"]
     text, asked = ["--text", "HELD_OUT.txt", *out], ["--generate", "64", "--prompts", "PROMPT"]
     evaluate = ["dotmoe", "evaluate", folder]
@@ -185,11 +185,11 @@ def _missing(run: RunResults, results: Values) -> Blocks:
     }
     if not run.is_finetuned:
         again = ["dotmoe", "finetune", folder, f"{folder}-finetuned"]
-        again += ["--train", "repair"] * (split.targets != "ffn")  # all else is refused
+        again += ["--train", "repair"] * (targets_of(splits) != "ffn")  # all else is refused
         wanted["finetune"] = ("finetuning, which recovers part of what was lost", again)
     if not run.export.get("active_experts_editable", True):
         del wanted["curve"]
-    if split.beside:  # two different k
+    if len(splits) > 1:  # two different k
         del wanted["bench"]
     there = {name.partition("/")[0] for name in run.files}
     blocks: Blocks = []
@@ -280,11 +280,11 @@ def verdict(run: RunResults) -> list[str]:
 
 def gained(results: Values) -> str:
     """Sentence on the parameters that work on a token, from `parameters` and `granularity`."""
-    counts, split = results["parameters"], Granularity.of(results["granularity"])
+    counts, splits = results["parameters"], from_record(results["granularity"])
     runs = " and ".join(
-        f"{part.active_experts} of {part.num_experts} experts"
-        + f" of {UNITS[part.target]}" * (split.targets != "ffn")
-        for part in parts_of(split)
+        f"{split.active_experts} of {split.num_experts} experts"
+        + f" of {UNITS[split.target]}" * (targets_of(splits) != "ffn")
+        for split in splits
     )
     return (
         f"each token runs {runs} a layer, so "
@@ -360,7 +360,7 @@ def _speed(bench: Values | None) -> str:
 
 def _weights(run: RunResults) -> str:
     counts, export = run.results["parameters"], run.export
-    target = Granularity.of(run.results["granularity"]).targets
+    target = targets_of(from_record(run.results["granularity"]))
     if run.is_repaired:
         origin = "repair refitted the output projections of the experts"
         if target != "attention" and run.config["repairing"].get("repair_epochs"):

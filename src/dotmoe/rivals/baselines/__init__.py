@@ -17,9 +17,9 @@ from torch import Tensor
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import save_tensors
 from dotmoe.common.progress import Update, no_update
-from dotmoe.method.calibrate import RidgeRouter, affinity_of, expert_sums, log_energy, unit_logits
-from dotmoe.method.granularity import Granularity, joined, parts_of
-from dotmoe.method.layout import ALWAYS_ON, AlignState, ExpertLayout
+from dotmoe.method.calibrate import RidgeRouter, expert_sums, log_energy, unit_logits
+from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import ALWAYS_ON, AlignState, ExpertLayout, load_layouts, save_layouts
 from dotmoe.models.family import DenseModel
 from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
 from dotmoe.rivals.baselines.contract import LayerSplit, Own, gated
@@ -62,28 +62,34 @@ METHODS = {
 }
 """Methods to compare DOT-MoE with, by command-line name; by names of `BASELINES`."""
 
-_LAYOUT, _OWN = "layout.safetensors", "own_router.safetensors"
+_OWN = "own_router.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """The result of a method: its layout, and the tensors of its own router if there is one."""
+    """The result of a method for one target: a layout, and the tensors of its own router if any."""
 
     layout: ExpertLayout
     own: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the method's own router, [L, ...], if no export can hold it: see `Method.own`."""
 
-    def save(self, folder: Path) -> None:
-        """Write `layout.safetensors`, and `own_router.safetensors` if there is such a router."""
-        self.layout.save(folder / _LAYOUT)
-        if self.own:
-            save_tensors(self.own, folder / _OWN)
 
-    @classmethod
-    def load(cls, folder: Path) -> "Baseline":
-        """Inverse of `save`."""
-        own = load_file(folder / _OWN) if (folder / _OWN).exists() else {}
-        return cls(layout=ExpertLayout.load(folder / _LAYOUT), own=own)
+Baselines = tuple[Baseline, ...]
+"""Results of a method, one for each target that is split."""
+
+
+def save_baselines(made: Baselines, folder: Path) -> None:
+    """Write `layout.safetensors`, and `own_router.safetensors` if there is such a router."""
+    save_layouts(tuple(each.layout for each in made), folder)
+    if own := made[0].own:  # of FFNs
+        save_tensors(own, folder / _OWN)
+
+
+def load_baselines(folder: Path) -> Baselines:
+    """Inverse of `save_baselines`."""
+    first, *others = load_layouts(folder)
+    own = load_file(folder / _OWN) if (folder / _OWN).exists() else {}
+    return Baseline(layout=first, own=own), *(Baseline(layout=layout) for layout in others)
 
 
 def granularity_of(method: str, split: Granularity) -> Granularity:
@@ -99,7 +105,7 @@ def granularity_of(method: str, split: Granularity) -> Granularity:
     if method == "dot_moe":
         return split
     chosen, active = METHODS[method], split.active_experts
-    if split.targets != "ffn" and not chosen.of_any_units:
+    if split.target != "ffn" and not chosen.of_any_units:
         able = [name for name in METHODS if METHODS[name].of_any_units]
         raise UserError(
             f"{method} splits only FFNs, but targets includes attention. Choose dot_moe or "
@@ -130,9 +136,6 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
     `inputs.granularity` must come from `granularity_of`.
     """
     split, chosen = inputs.granularity, METHODS[method]
-    if split.beside:
-        parts = [replace(inputs, granularity=part) for part in parts_of(split)]
-        return Baseline(layout=joined(baseline(method, p, on_progress).layout for p in parts))
     experts, routers, owns = [], [], []
     for index, (layer, expert_N, router_ED, own) in enumerate(chosen.split(inputs)):
         if (
@@ -175,7 +178,7 @@ def routed_by_own(
         runs_TE = choose(own, x_TD, hidden_TN, layout.active_experts)
         if shares is not None:
             neurons_T = runs_TE.sum(dim=1) * split.expert_size + split.shared_size
-            shares.append((neurons_T / layout.num_neurons).cpu())
+            shares.append((neurons_T / split.units).cpu())
         return runs_TE
 
     return gated(dense, {i: layout.expert_of_neuron_LN[i] for i in layout.moe_layers}, gate)
@@ -195,14 +198,12 @@ def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
     """
     if layout.granularity.dropped_size:
         raise UserError("router_steps trains a router, but static pruning has none. Set it to 0.")
-    if layout.beside:
-        return joined(state_of(part, device) for part in parts_of(layout))
     split = layout.granularity
     expert_LN = layout.expert_of_neuron_LN % (split.num_experts + 1)
-    in_order = torch.arange(layout.num_neurons) // split.expert_size
+    in_order = torch.arange(split.units) // split.expert_size
     expert_LN[: split.first_dense_layers] = in_order.clamp(max=split.num_experts)
     return AlignState(
-        affinity_LNE=affinity_of(expert_LN, split.columns).to(device),
+        affinity_LNE=torch.nn.functional.one_hot(expert_LN, split.columns).float().to(device),
         router_LED=layout.router_LED.to(device),
         step=0,
         target=split.target,

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dotmoe.common.files import read_json, save_tensors, write_json
-from dotmoe.method.finetuning import MODEL as MODEL
-from dotmoe.method.finetuning import write_weights
 from dotmoe.models.family import DenseModel, num_parameters
+from dotmoe.models.load import MODEL as MODEL
+from dotmoe.models.save import write_weights
 from dotmoe.rivals.pruning import two_of_four
 from dotmoe.rivals.pruning.by_curvature import k_obd, llm_surgeon, require_memory
 from dotmoe.rivals.pruning.contract import Pruned, refusing
