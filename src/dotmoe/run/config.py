@@ -59,7 +59,7 @@ class RunConfig:
     """Files to measure perplexity on. Default: blocks of the data kept out of training."""
     other_text: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     """More files to measure perplexity on, as a text of its own."""
-    eval_tokens: Annotated[int, at_least(2)] = 65536
+    eval_tokens: Annotated[int, at_least(2)] = 32768
     """Maximum number of tokens to measure perplexity on."""
     seed: Annotated[int, at_least(0)] = 0
     """Seed of initial values and data order. Same seed, machine and thread count: same result."""
@@ -90,7 +90,7 @@ class FinetuneRunConfig:
     eval_text: tuple[str, ...] = ()
     """Files to measure perplexity on. Default: the held-out text of RUN, so that results are
     comparable. Training blocks that are part of it are left out."""
-    eval_tokens: Annotated[int, at_least(2)] = 65536
+    eval_tokens: Annotated[int, at_least(2)] = 32768
     """Maximum number of tokens of `eval_text` to measure perplexity on."""
     seed: Annotated[int, at_least(0)] = 0
     """Seed of the data order and of the initial adapters."""
