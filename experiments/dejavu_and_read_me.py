@@ -2,9 +2,9 @@
 
     python experiments/dejavu_and_read_me.py RUN OUT
 
-RUN is a finished conversion by `dot_moe` with a repair; all rows have its text, active share and
-held-out tokens. Only predictors and the gate are trained: on the tokens that RUN's calibration
-read, and on those that its repair read.
+RUN is a finished conversion by `dot_moe`; all rows have its text, sizes of experts and held-out
+tokens. dotmoe's row is its start with the seed of this script. Only predictors and the gate are fitted: to
+the tokens that calibration reads; predictors also to four times as many.
 
 DejaVu: in each layer a predictor, two linear maps, scores all neurons for each token, and those of
 the highest scores run. From the original: binary cross-entropy weighted by class, AdamW with decay
@@ -38,11 +38,10 @@ from tyro.conf import Positional
 
 from dotmoe.common.files import write_json
 from dotmoe.measure.evaluate.perplexity import difference, heldout_perplexity
-from dotmoe.method.calibrate import RidgeRouter, block_inputs, contributions, expert_sums
+from dotmoe.method.calibrate import RidgeRouter, block_inputs, calibrate, contributions, expert_sums
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.layout import ExpertLayout, extract
 from dotmoe.method.masked import masked_by
-from dotmoe.method.repair import repair_tokens
 from dotmoe.method.router import top_k_mask
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel, Stream
@@ -67,7 +66,7 @@ class Settings:
     """One conversion, and the size of predictors and gate."""
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Run folder of a finished conversion by `dot_moe`, with a repair."""
+    """Run folder of a finished conversion by `dot_moe`."""
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""
     rank: int = 64
@@ -219,58 +218,48 @@ def by_domain(
         yield
 
 
-Row = tuple[str, DenseModel, AbstractContextManager[Any], dict[str, float]]
-"""Name, model, the context in which it is that row's, and what the row read and stores."""
+Row = tuple[str, AbstractContextManager[Any], dict[str, float]]
+"""Name, the context in which the dense model is that row's, and what the row read and stores."""
 
 
-def rows_of(found: FinishedRun, settings: Settings) -> Iterator[Row]:
+def rows_of(found: FinishedRun, dense: DenseModel, settings: Settings) -> Iterator[Row]:
     """Yield all rows; `added` and `stored` are shares of the dense FFNs' weights."""
-    config, load = found.config, LoadConfig(dtype="float32")
+    config, text, split = found.config, found.text.training, found.layouts[0].granularity
     assert isinstance(config, RunConfig)
-    dense, repaired = (load_described(each, load) for each in (found.origin(), found.described()))
-    layout, text = found.layouts[0], found.text.training
-    split, ffns = layout.granularity, 3 * dense.widths.model * dense.widths.ffn * layout.num_layers
-    few = text.drawn(config.calibrate.tokens(dense.widths.model))
-    every = text.drawn(repair_tokens(config.repairing, (split,), dense.config))
-    yield "dense", dense, nullcontext(), {}
-    yield (
-        "single neurons, perfect predictor",
-        dense,
-        by_neuron(dense, layout, strongest(dense, split)),
-        {},
-    )
+    start = calibrate(dense, text, split, config.calibrate, seed=settings.seed)
+    layout, tokens = extract(start, split, config.assignment), config.calibrate.tokens
+    few, more = (text.drawn(times * tokens(dense.widths.model)) for times in (1, 4))
+    ffns = 3 * dense.widths.model * dense.widths.ffn * layout.num_layers
+    yield "dense", nullcontext(), {}
+    yield "single neurons, perfect predictor", by_neuron(dense, layout, strongest(dense, split)), {}
     in_experts = {layer: layout.expert_of_neuron_LN[layer] for layer in layout.moe_layers}
     best = gated(dense, in_experts, best_experts(dense, layout))
-    yield "dotmoe's experts, perfect router", dense, best, {}
-    about = {"added": layout.router_LED.numel() / ffns, "stored": 1.0, "passes": 1.0}
-    frozen = about | {"tokens_read": few.numel()}
-    yield "dotmoe, frozen", dense, masked_by(dense, layout), frozen
-    both = about | {"tokens_read": few.numel() + every.numel()}
-    yield "dotmoe, repaired", repaired, masked_by(repaired, layout), both
-    for tokens_BT, more in ((few, ""), (every, ", more text")):
+    yield "dotmoe's experts, perfect router", best, {}
+    about = {"tokens_read": few.numel(), "added": layout.router_LED.numel() / ffns, "stored": 1.0}
+    yield "dotmoe, frozen", masked_by(dense, layout), about
+    for row, domains in (("static pruning", 1), ("Read-ME", settings.domains)):
+        masks_LGN = domain_masks(dense, layout, few, replace(settings, domains=domains))
+        gate_GF = fitted_gate(dense, layout, few, masks_LGN, config.calibrate.ridge)
+        stored = masks_LGN.sum() - (domains - 1) * masks_LGN.prod(dim=1).sum()
+        about = about | {"stored": float(stored) / masks_LGN[:, 0].numel()}
+        about["added"] = gate_GF.numel() / ffns * (domains > 1)
+        yield row, by_domain(dense, layout, masks_LGN, gate_GF), about
+    for row, tokens_BT in (("DejaVu", few), ("DejaVu, more text", more)):
         networks, read = predictors(dense, layout, tokens_BT, settings)
         size = sum(p.numel() for network in networks.values() for p in network.parameters())
-        about = {"added": size / ffns, "stored": 1.0, "tokens_read": tokens_BT.numel()}
+        about = {"tokens_read": tokens_BT.numel(), "added": size / ffns, "stored": 1.0}
         about["passes"] = read / tokens_BT.numel() / len(networks)
-        chosen = by_neuron(dense, layout, by_predictor(networks, split))
-        yield f"DejaVu{more}", dense, chosen, about
-        for row, domains in (("static pruning", 1), ("Read-ME", settings.domains)):
-            how = replace(settings, domains=domains)
-            masks_LGN = domain_masks(dense, layout, tokens_BT, how)
-            gate_GF = fitted_gate(dense, layout, tokens_BT, masks_LGN, config.calibrate.ridge)
-            stored = masks_LGN.sum() - (domains - 1) * masks_LGN.prod(dim=1).sum()
-            about = about | {"stored": float(stored) / masks_LGN[:, 0].numel(), "passes": 1.0}
-            about["added"] = gate_GF.numel() / ffns * (domains > 1)
-            yield f"{row}{more}", dense, by_domain(dense, layout, masks_LGN, gate_GF), about
+        yield row, by_neuron(dense, layout, by_predictor(networks, split)), about
 
 
 def main() -> None:
     settings = tyro.cli(Settings)
     found, rows = FinishedRun(settings.run), dict[str, dict[str, Any]]()
+    dense = load_described(found.origin(), LoadConfig(dtype="float32"))
     heldout = {found.text.heldout_name: found.text.heldout}
-    for row, model, within, about in rows_of(found, settings):
+    for row, within, about in rows_of(found, dense, settings):
         with torch.no_grad(), within:
-            result = heldout_perplexity(model.model, model.tokenizer, heldout)
+            result = heldout_perplexity(dense.model, dense.tokenizer, heldout)
         above, stderr = difference(result, rows.get("dense", result))
         rows[row] = result | {"nats_above_dense": above, "stderr": stderr, **about}
         print(f"{row}: {above:.3f} ± {stderr:.3f} {about}", flush=True)
