@@ -3,8 +3,8 @@
     python experiments/dejavu_and_read_me.py RUN OUT
 
 RUN is a finished conversion by `dot_moe`; all rows have its text, sizes of experts and held-out
-tokens. dotmoe's row is its start with the seed of this script. Only predictors and the gate are fitted: to
-the tokens that calibration reads; predictors also to four times as many.
+tokens. dotmoe's row is its start with the seed of this script. Only predictors and the gate are
+fitted: to the tokens that calibration reads, predictors also to four times as many.
 
 DejaVu: in each layer a predictor, two linear maps, scores all neurons for each token, and those of
 the highest scores run. From the original: binary cross-entropy weighted by class, AdamW with decay
