@@ -1,14 +1,26 @@
 """Logits of an export and of its oracle, the masked dense model, and how far they are apart."""
 
+from itertools import pairwise
+
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from dotmoe.method.masked import masked_by
+from dotmoe.models.hooks import cached
 
 
 def logits_of(model, tokens_BT):
     with torch.no_grad():
         return model(input_ids=tokens_BT, use_cache=False).logits
+
+
+def step_by_step(model, tokens_BT, prompt=9):
+    """Logits of a model that reads a prompt, then one token at a time with its KV cache."""
+    options, found = cached(DynamicCache(config=model.config)) | {"logits_to_keep": 0}, []
+    for start, end in pairwise((0, *range(prompt, tokens_BT.shape[1] + 1))):
+        with torch.no_grad():
+            found.append(model(input_ids=tokens_BT[:, start:end], **options).logits)
+    return torch.cat(found, dim=1)
 
 
 def masked_logits(dense, layout, tokens_BT):
