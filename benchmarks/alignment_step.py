@@ -2,6 +2,7 @@
 
     python benchmarks/alignment_step.py                          # a small model, CPU, minutes
     python benchmarks/alignment_step.py --preset qwen25_7b       # 7B widths, one GPU
+    python benchmarks/alignment_step.py --solver sinkhorn        # the paper's solver
 
 Models are random and made on the device, because speed does not depend on what they have learned.
 Each round measures the machine's rates, an alignment step without and with activation
@@ -44,6 +45,9 @@ from rounds import in_turns, keep, medians, rates, ratio
 
 AFFINITY_STD = 0.3
 """Deviation of random affinities: at temperature 0.1 as sharp as after some hundred steps."""
+OF_ADDED = (*OF_ASSIGNMENT, "optimizer")
+"""Parts of an alignment step, beside the masks, that a dense training step does not have; the
+optimizer is that of affinities and routers."""
 NAMES = {"alignment": False, "alignment, checkpointing": True}
 
 
@@ -61,6 +65,8 @@ class Subject:
     """Forward passes of one optimizer step."""
     dtype: str = "float32"
     device: str = "cpu"
+    solver: Literal["newton", "sinkhorn"] = "newton"
+    """Solver of the assignment: `sinkhorn` is the method of the paper."""
 
     @property
     def batch(self) -> int:
@@ -133,6 +139,7 @@ class Settings:
     preset: Literal["cpu", "qwen25_7b"] = "cpu"
     layers: int | None = None
     """Number of layers, to use fewer than the preset."""
+    solver: Literal["newton", "sinkhorn"] = "newton"
     rounds: int = 12
     threads: int = 1
     out: Path | None = None
@@ -143,7 +150,7 @@ class Settings:
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(settings.threads)
-    subject = PRESETS[settings.preset]
+    subject = replace(PRESETS[settings.preset], solver=settings.solver)
     if settings.layers:
         subject = replace(subject, shape=replace(subject.shape, layers=settings.layers))
     record = measured(subject, settings.rounds, settings.seed)
@@ -192,7 +199,7 @@ class Step:
             (random_state(subject, seed),),
             (subject.split,),
             self.config,
-            AssignmentConfig(),
+            AssignmentConfig(solver=subject.solver),
             seed=seed,
         )
         self.clock = Clock(dense.device)
@@ -303,6 +310,9 @@ def summary(record: dict[str, Any], subject: Subject) -> dict[str, Any]:
     here, parts = medians(rounds["rates"]), medians(rounds["alignment"])
     step_s, tokens = parts.pop("step"), subject.batch * subject.seq_len
     of_assignment = sum(parts[name] for name in OF_ASSIGNMENT)
+    added = {name: [one[name] for one in rounds["alignment"]] for name in OF_ADDED}
+    added["straight-through"] = [record["straight_through_s"]] * len(plain)
+    added["all"] = [sum(each) for each in zip(*added.values(), strict=True)]
     bounds = [unavoidable / one["matmul_flops_per_s"] for one in rounds["rates"]]
     found = {
         "tokens": tokens,
@@ -314,6 +324,7 @@ def summary(record: dict[str, Any], subject: Subject) -> dict[str, Any]:
         "share_of_lower_bound": ratio(bounds, plain),
         "dense_training_step_s": median(dense_s),
         "ratio_to_dense_training": ratio(plain, dense_s),
+        "added_over_dense_training": {name: ratio(each, dense_s) for name, each in added.items()},
         "checkpointing_ratio": ratio(again, plain),
         "assignment_share": of_assignment / step_s,
         "method_share": (of_assignment + record["straight_through_s"]) / step_s,

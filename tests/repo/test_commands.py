@@ -39,7 +39,6 @@ WIDTHS = {  # public: model width, FFN width, layers
     "meta-llama/Meta-Llama-3-8B": (4_096, 14_336, 32),
     "embedded": (192, 768, 5),
     "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": (576, 1_536, 30),
-    "RUN": (896, 4_736, 4),  # experiments/random_model.py
 }
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text(encoding="utf-8"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
