@@ -1,7 +1,5 @@
 """Token-to-expert routing: logits, the binary top-k mask, its soft surrogates, its losses."""
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -224,9 +222,6 @@ def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
     *_, kth_T, next_T = logits_TE.topk(active_experts + 1, dim=1).values.unbind(1)
     low = next_T.unsqueeze(1) - math.log(active_experts + 1)
     high = kth_T.unsqueeze(1) + math.log(num_experts)
-    if (kernels := kernels_for(logits_TE)) is not None:
-        fused: Tensor = kernels.soft_top_k(logits_TE, low, high, active_experts, _ITERATIONS)
-        return fused
     theta = (low + high) / 2
     for _ in range(_ITERATIONS):
         soft = torch.sigmoid(logits_TE - theta)
@@ -241,11 +236,3 @@ def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
         inside = (newton >= low) & (newton <= high)
         theta = torch.where(inside, newton, (low + high) / 2)
     return torch.sigmoid(logits_TE - theta)
-
-
-def kernels_for(tensor: Tensor) -> Any:
-    """`dotmoe.method.triton_kernels` if it supports the tensor's device and dtype, else None."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    if not tensor.is_cuda or tensor.dtype not in dtypes or not importlib.util.find_spec("triton"):
-        return None
-    return importlib.import_module("dotmoe.method.triton_kernels")
