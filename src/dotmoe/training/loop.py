@@ -29,7 +29,7 @@ from dotmoe.common.distributed import (
 )
 from dotmoe.common.errors import Interrupted, UserError
 from dotmoe.training.config import DEFAULT_TRAINING, Schedule, TrainingConfig
-from dotmoe.training.folder import Checkpoints, Metrics, OnStep, loggers
+from dotmoe.training.folder import Checkpoints, Metrics, OnStep, metrics_log
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def train(
         first_step = saved["step"]
         task.micro_batch_size = min(task.micro_batch_size, saved["micro_batch_size"])
         watch = LossWatch(**saved["losses"])
-    with loggers(folder, training.log_to, first_step) as logs, stop_requests() as signals:
+    with metrics_log(folder, first_step) as log, stop_requests() as signals:
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
             before = {name: tensor.clone() for name, tensor in task.state().items()}
@@ -143,8 +143,8 @@ def train(
             if training.on_bad_loss == "skip":
                 metrics["skipped"] = float(watch.skipped)
             metrics["seconds"] = time.perf_counter() - started
-            for log in (*logs, on_step):
-                log(step + 1, metrics)
+            log(step + 1, metrics)
+            on_step(step + 1, metrics)
             is_due = (step + 1) % (training.checkpoint_every or schedule.steps) == 0
             is_due |= time.monotonic() - last_save >= _CHECKPOINT_SECONDS
             # Whether any rank has received a signal, and whether rank 0 wants a checkpoint.
