@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import logging
-import math
 import os
 import shutil
 import warnings
@@ -179,8 +178,7 @@ def _cause_of(error: CheckpointException) -> BaseException:
 def metrics_log(folder: Path, steps_taken: int) -> Iterator[OnStep]:
     """Within this context, a callback that writes a step to `metrics.jsonl`; only rank 0 writes.
 
-    Entries after the checkpoint's steps (`steps_taken`) are removed. null stands for NaN and
-    infinity, which JSON lacks.
+    Entries after the checkpoint's steps (`steps_taken`) are removed.
     """
     if not is_rank_zero():
         yield lambda step, metrics: None
@@ -193,8 +191,7 @@ def metrics_log(folder: Path, steps_taken: int) -> Iterator[OnStep]:
     with path.open("a", encoding="utf-8") as file:
 
         def log(step: int, metrics: Metrics) -> None:
-            values = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
-            file.write(json.dumps({"step": step, **values}) + "\n")
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
             file.flush()
 
         yield log
