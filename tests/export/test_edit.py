@@ -17,7 +17,6 @@ from dotmoe.common.tables import Table
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.record import set_active_experts, write_model_card
 from dotmoe.export.write import ExportRecord
-from dotmoe.pipeline import reexport
 from export.comparison import masked_logits, relative_error, stock_logits
 from runs import weights_of
 
@@ -83,16 +82,6 @@ def test_a_finetuned_export_names_the_model_that_the_work_began_with(exported, d
     assert "# Model-1B, 3 of 12 experts" in card.text
     assert "revision 0123abc" in card.text
     assert str(dense.folder) not in card.text
-
-
-def test_a_folder_with_something_in_it_is_refused_before_experts_are_measured(
-    finished, tmp_path, monkeypatch
-):
-    (tmp_path / "mine.txt").write_text("keep")
-    monkeypatch.setattr(reexport, "expert_energies", None)
-    config = reexport.ReexportConfig(run=str(finished.folder), out=str(tmp_path), drop_experts=1)
-    with pytest.raises(UserError, match="exists already"):
-        reexport.reexport(config)
 
 
 def test_the_edited_export_computes_the_masked_model_with_that_k(exported, tokens_BT):

@@ -17,7 +17,7 @@ from dotmoe.training.loop import train
 
 
 class Troubled(Regression):
-    """A tower of 3 layers over two ranks; its last may be spoilt in step 3, its rank signalled in 6."""
+    """3 layers over two ranks; the last may be spoilt in step 3, and its rank is signalled in 6."""
 
     def __init__(self, *, is_spoilt):
         super().__init__()

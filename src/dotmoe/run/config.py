@@ -162,9 +162,6 @@ class ReexportConfig:
     """Change the k of an export in place of writing another; its weights stay the same."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Number of experts that run per token (k), 1 to E. Default: that of the run."""
-    drop_experts: Annotated[int, at_least(0)] = 0
-    """Number of experts to leave out of each split layer: those with the least output energy on
-    the run's text, at most E - k. Files become smaller; the same number of neurons runs."""
     export: GgufConfig = field(default_factory=GgufConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
@@ -184,7 +181,7 @@ class ReexportConfig:
         ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")
         options = [each for each in ignored if getattr(self.export, each) != getattr(plain, each)]
         if name == "gguf_dense":
-            options += [each for each in ("active_experts", "drop_experts") if getattr(self, each)]
+            options += ["active_experts"] * (self.active_experts is not None)
         for option in options:
             raise UserError(
                 f"--{option.replace('_', '-')} does not apply to format {name}. Leave it out."
