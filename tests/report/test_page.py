@@ -267,7 +267,7 @@ def test_markdown_has_the_same_sections(found, page):
     [
         *("config.json", "2_align/metrics.jsonl", "5_export/dotmoe.json"),
         *(f"6_evaluate/{name}.json" for name in ("results", "curve", "bench", "generation")),
-        "6_evaluate/analysis/layer_sensitivity.json",
+        "6_evaluate/analysis/expert_utilisation.json",
     ],
 )
 def test_a_damaged_file_is_one_line_and_no_page(measured, name, capsys, monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from dotmoe.common.errors import UserError, nearest, require_package
 from dotmoe.common.files import Values, read_json, sha256_of, write_json
 from dotmoe.common.options import checked, values_of
 from dotmoe.common.progress import Progress
-from dotmoe.measure.analyse.experts import SEED, outputs_tsne, sensitivity, utilisation
+from dotmoe.measure.analyse.experts import SEED, outputs_tsne, utilisation
 from dotmoe.measure.analyse.overhead import profile
 from dotmoe.measure.analyse.run import AnalysedRun, Findings
 from dotmoe.measure.config import AnalyseConfig
@@ -41,7 +41,6 @@ ANALYSES = {
         "sklearn",
         targets=("ffn", "both"),
     ),
-    "layer_sensitivity": Analysis("Loss added by splitting each layer alone", sensitivity),
     "overhead_profile": Analysis(
         "Time of an alignment step, by part", profile, of_text=False, targets=("ffn",)
     ),

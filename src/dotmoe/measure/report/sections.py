@@ -214,7 +214,6 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _analysis),
     ("Outputs of the experts", "analysis/expert_outputs_tsne", _analysis),
-    ("Which layers cost most", "analysis/layer_sensitivity", _analysis),
     ("Alignment", "", lambda run, _: _training("alignment", run)),
     ("Finetuning", "", lambda run, _: _training("finetune", run)),
     ("Where a step's time goes", "analysis/overhead_profile", _analysis),
