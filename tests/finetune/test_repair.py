@@ -24,7 +24,7 @@ from dotmoe.models.load import left_on_disk, load_described, trained_model
 from dotmoe.run.finished import FinishedRun
 from dotmoe.text.blocks import TokenBlocks
 from heads.families import FAMILIES, head_layout
-from runs import TINY_CONVERT, Forked, TinyRun, torchrun
+from runs import TINY_CONVERT, Forked, TinyRun
 
 TRAINED = ("llama", "granite", "olmo2", "phi3")
 SCALED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}}
@@ -261,27 +261,24 @@ def test_several_k_at_once_serve_those_that_were_not_fitted_alone(
 
 
 def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp_path, command):
-    """By `convert --repair` and by `finetune --train repair`, which come to the same weights."""
     options = {**TINY_CONVERT, "data": text_file, "steps": 0, "repair_tokens": 4000}
     few = {"scale_tokens": 128, "verify_tokens": 128}
-    later = {"train": "repair", "repair_tokens": 4000, **few}
     tuning = {"train": "router", "steps": 4, "batch_size": 2, "lr_router": 1e-3, **few}
-    dense, names = tiny_dense("llama"), ("frozen", "repaired", "later", "tuned", "mixtral")
+    dense, names = tiny_dense("llama"), ("frozen", "repaired", "tuned", "mixtral")
     at = {name: tmp_path / name for name in names}
     tuned = [
         command("convert", dense, at["frozen"], **options),
         command("convert", dense, at["repaired"], **options, repair=[]),
-        command("finetune", at["frozen"], at["later"], **later),
         command("export", at["repaired"], at["mixtral"], format="mixtral", **few),
         command("finetune", at["repaired"], at["tuned"], **tuning),
     ]
-    assert [each.status for each in tuned] == [0] * 5
-    for name in ("frozen", "repaired", "later"):
+    assert [each.status for each in tuned] == [0] * 4
+    for name in ("frozen", "repaired"):
         card = (at[name] / "5_export/README.md").read_text()
         assert ("give back the dense model" in card) == (name == "frozen")
         assert ("with the repaired or finetuned model" in card) == (name != "frozen")
-    rows = {name: RunResults(at[name]).models for name in ("repaired", "later", "tuned")}
-    assert list(rows["repaired"]) == list(rows["later"]) == ["dense", "frozen", "repaired"]
+    rows = {name: RunResults(at[name]).models for name in ("repaired", "tuned")}
+    assert list(rows["repaired"]) == ["dense", "frozen", "repaired"]
     assert list(rows["tuned"]) == ["dense", "frozen", "repaired", "finetuned"]
     assert all(word in tuned[-1].out for word in ("frozen", "repaired", "finetuned"))
     loss = {name: row["loss"] for name, row in rows["tuned"].items()}
@@ -303,11 +300,11 @@ def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp
     ffns = {name for name, weight in stored.items() if not torch.equal(weight, weights[name])}
     assert ffns == {name for name in stored if ".mlp." in name}
     needed = sum(stored[name].nbytes for name in ffns)
-    for folder in (at["repaired"] / "4_repair", at["later"] / "4_finetune"):
-        files = list(folder.glob("**/weights.safetensors"))
-        assert sum(file.stat().st_size for file in files) < needed + 4096  # headers
-        assert not (folder / "model").exists()
-        assert command("analyse", folder.parent, only="expert_utilisation").status == 0
+    folder = at["repaired"] / "4_repair"
+    files = list(folder.glob("**/weights.safetensors"))
+    assert sum(file.stat().st_size for file in files) < needed + 4096  # headers
+    assert not (folder / "model").exists()
+    assert command("analyse", folder.parent, only="expert_utilisation").status == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
@@ -346,14 +343,3 @@ def test_what_cannot_be_repaired_is_refused_in_one_line(
     refused = command("convert", "embedded", tmp_path / "run", **options, repair_active_experts=49)
     assert "Choose 1 to 48" in refused.refusal()
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_several_ranks_are_refused_in_one_line(finished, tmp_path):
-    options = ["--train", "repair"]
-    ended = torchrun(2, "-m", "dotmoe", "finetune", finished.folder, tmp_path / "out", *options)
-    assert ended.returncode != 0
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("dotmoe: error: ")]
-    assert len(errors) == 1
-    assert "a repair runs in one process" in errors[0]
-    assert not (tmp_path / "out").exists()

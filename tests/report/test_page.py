@@ -191,12 +191,12 @@ def test_the_first_screen_is_a_sentence_a_table_and_a_picture(measured, found):
 
 
 def test_a_run_of_heads_is_proposed_what_it_can_have(found):
-    """It can be repaired and not trained, and no benchmark has two k."""
+    """It cannot be trained further, and no benchmark has two k."""
     split = found.results["granularity"]
     split["beside"] = split | {"target": "attention"}
     del found.files["bench"]
     proposed = markdown(found).split("## Not measured yet")[1]
-    assert "-finetuned --train repair\n" in proposed
+    assert "dotmoe finetune" not in proposed
     assert "dotmoe bench" not in proposed
 
 

@@ -206,10 +206,9 @@ class RepairConfig:
 class FinetuneConfig(ObjectiveConfig):
     """Options of recovery training; here the paper's (tab:hyperparams_sft), others in recipes."""
 
-    train: Literal["everything", "router", "lora", "repair"] = "everything"
+    train: Literal["everything", "router", "lora"] = "everything"
     """everything: all weights and routers; router: only the routers; lora: low-rank adapters on
-    experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: fit FFNs
-    layer by layer to the dense model's residual stream, which uses no training options."""
+    experts and attention, and the routers (needs `pip install -e '.[lora]'`)."""
     steps: Annotated[int, at_least(1)] = 4578
     """Number of optimizer steps of the finetuning. 4578 steps of 128 x 2048 tokens are the paper's
     1.2B tokens."""

@@ -83,7 +83,6 @@ class FinetuneRunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     """Text to train on. Default: the sources of RUN, read as RUN did."""
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
-    repairing: RepairConfig = field(default_factory=RepairConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
     load: LoadConfig = field(default_factory=LoadConfig)

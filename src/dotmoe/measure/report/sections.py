@@ -182,9 +182,8 @@ def _missing(run: RunResults, results: Values) -> Blocks:
         "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", folder]),
         "bench": ("speed and memory, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
     }
-    if not run.is_finetuned:
+    if not run.is_finetuned and targets_of(splits) == "ffn":  # heads are not trained further
         again = ["dotmoe", "finetune", folder, f"{folder}-finetuned"]
-        again += ["--train", "repair"] * (targets_of(splits) != "ffn")  # all else is refused
         wanted["finetune"] = ("finetuning, which recovers part of what was lost", again)
     if not run.export.get("active_experts_editable", True):
         del wanted["curve"]
