@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from dotmoe.cli import run
+from dotmoe.common.errors import UserError
 from dotmoe.measure.report import RunResults
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
@@ -187,8 +187,7 @@ def test_the_masked_model_comes_closer_to_the_dense_one(family, dense_of, layout
     before = {name: value.clone() for name, value in dense.model.state_dict().items()}
     kl = [divergence(dense, dense, layout, heldout)]
     for epochs in (0, 8) if is_trained else (0,):
-        ks, out = (2, 3) if family == "granite" else (), tmp_path / str(epochs)
-        config = RepairConfig(repair_tokens=9600, repair_epochs=epochs, repair_active_experts=ks)
+        out, config = tmp_path / str(epochs), RepairConfig(repair_tokens=9600, repair_epochs=epochs)
         layer = repair(dense, (layout,), training, config, folder=out)["layers"][-1]
         assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
         repaired = made(dense, out, dtype=dtype)
@@ -244,20 +243,6 @@ def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path
     repaired = made(dense, tmp_path).model.state_dict()
     for name, weight in dense.model.state_dict().items():
         torch.testing.assert_close(repaired[name], weight, rtol=0, atol=1e-4)
-
-
-def test_several_k_at_once_serve_those_that_were_not_fitted_alone(
-    dense_of, layout_of, text, tmp_path
-):
-    dense, kl = dense_of("llama"), []
-    layout = layout_of(dense, 6, active_experts=2)
-    training, heldout = TokenBlocks(text.tokens_BT[:36]), text.tokens_BT[36:].long()
-    for ks in ((), (2, 4, 6)):
-        out, config = tmp_path / str(len(ks)), RepairConfig(repair_active_experts=ks)
-        found = repair(dense, (layout,), training, config, folder=out)
-        assert found["active_experts"] == list(ks or (2,))
-        kl.append(divergence(dense, made(dense, out), replace(layout, active_experts=4), heldout))
-    assert kl[1] < kl[0]
 
 
 def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp_path, command):
@@ -328,18 +313,7 @@ def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text
     assert layers[0] == [marked, *layers[1][1:]], "a layer that was finished is repaired again"
 
 
-def test_what_cannot_be_repaired_is_refused_in_one_line(
-    command, dense_of, layout_of, text, text_file, tmp_path
-):
-    dense = dense_of("llama")
-    layout = layout_of(dense, 6, active_experts=2)
-    for config, blocks, words in [
-        (RepairConfig(repair_active_experts=(7,)), text, "Choose 1 to 6"),
-        (RepairConfig(), TokenBlocks(text.tokens_BT[:1]), "a repair needs two"),
-    ]:
-        with pytest.raises(Exception, match=words):
-            repair(dense, (layout,), blocks, config, folder=tmp_path)
-    options = {"recipe": "quickstart", "data": text_file, "repair": []}
-    refused = command("convert", "embedded", tmp_path / "run", **options, repair_active_experts=49)
-    assert "Choose 1 to 48" in refused.refusal()
-    assert not (tmp_path / "run").exists()
+def test_too_little_text_is_refused(dense_of, layout_of, text, tmp_path):
+    dense, blocks = dense_of("llama"), TokenBlocks(text.tokens_BT[:1])
+    with pytest.raises(UserError, match="a repair needs two"):
+        repair(dense, (layout_of(dense),), blocks, RepairConfig(), folder=tmp_path)

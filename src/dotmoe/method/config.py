@@ -194,9 +194,6 @@ class RepairConfig:
     repair_tokens: Annotated[int, at_least(1)] | None = None
     """Maximum number of training tokens that a repair is fitted to, drawn evenly over the text.
     Default: 40 for each input of a projection, such as a neuron of an FFN."""
-    repair_active_experts: tuple[Annotated[int, at_least(1)], ...] = ()
-    """Numbers of active experts (k) that a repair is fitted to, all with equal weight; only if one
-    target is split. Default: the layout's k."""
     repair_epochs: Annotated[int, at_least(0)] = 3
     """Number of passes over these tokens that train all three projections of each FFN after the
     refit, layer by layer, to the same end; 0: refit W_down only. Attention is only refitted."""

@@ -55,7 +55,7 @@ from dotmoe.method.layout import (
     splits_in,
 )
 from dotmoe.method.masked import masked_by
-from dotmoe.method.repair import METRICS, repair, repair_tokens, require_active_experts
+from dotmoe.method.repair import METRICS, repair, repair_tokens
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.load import describe_dense, left_on_disk, load_dense, load_here, trained_model
@@ -411,12 +411,10 @@ def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
 
 
 def splits_for(config: RunConfig, dense: DenseModel) -> Splits:
-    """The splits of a conversion; refused if they do not suit the model, export or repair."""
+    """The splits of a conversion; refused if they do not suit the model or export."""
     requested = _requested_splits(config, dense)
     splits = tuple(baselines.granularity_of(config.method, split) for split in requested)
     require_exportable(dense, splits, config.export)
-    if config.repair:
-        require_active_experts(config.repairing, splits)
     return splits
 
 
