@@ -54,7 +54,6 @@ REFUSED = {
     "convert embedded OUT --data TEXT --ridge 0": "ridge is 0",
     "convert embedded OUT --data TEXT --tau-end 0": "above 0",
     "convert embedded OUT --data TEXT --max-shard-gib 0": "max_shard_gib is 0",
-    "convert embedded OUT --data TEXT --surrogate-temperature 0": "surrogate_temperature is 0",
     "convert --config {tmp}/none.json": r"none\.json cannot be read",
     "finetune {tmp}/none OUT": "none is no run with a finished extract",
     "finetune {tmp} OUT --lr 0": r"lr is 0\.0, but it must be above 0\.",

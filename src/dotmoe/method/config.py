@@ -139,8 +139,6 @@ class ObjectiveConfig:
     """Weight of the load-balancing loss (eq:balance_loss), averaged over layers."""
     surrogate: Surrogate = "soft_top_k"
     """Soft mask for the router's gradient: `softmax` (paper) or `soft_top_k` (rows sum to k)."""
-    surrogate_temperature: Annotated[float, above(0)] = 1.0
-    """Temperature of `soft_top_k`, in units of router logits."""
     router_dtype: Literal["float32", "model"] = "float32"
     """Dtype in which routers compute while they are trained, and are stored in alignment: `model`
     is the model's own (paper). Extraction, evaluation and exports route in float32."""
@@ -181,8 +179,6 @@ class ObjectiveConfig:
 class AlignConfig(ObjectiveConfig):
     """Options of the alignment stage."""
 
-    lr_affinity: Annotated[float, at_least(0)] | None = None
-    """Peak learning rate of the affinities; default: lr."""
     learn_assignment: bool = True
     """If false, keep the initial split and train only routers (as the random-split baseline)."""
 

@@ -28,7 +28,6 @@ class Routing:
     active_experts: int
     surrogate: Surrogate | None = None
     """Soft mask that provides the mask's gradient; None: the mask has no gradient."""
-    surrogate_temperature: float = 1.0
     own_dtype: bool = False
     """True: logits are computed in the dtype of the router's rows (paper), not in float32."""
     mean_if_unchosen: bool = True
@@ -43,9 +42,7 @@ class Routing:
 
     def route(self, logits_TE: Float[Tensor, "T E"]) -> Routed:
         """Route the tokens of one layer (eq:router_topk, eq:router_ste)."""
-        routed = straight_through_top_k(
-            logits_TE, self.active_experts, self.surrogate, self.surrogate_temperature
-        )
+        routed = straight_through_top_k(logits_TE, self.active_experts, self.surrogate)
         if self.surrogate is not None:
             # Computed even if not collected: a recomputed layer must repeat the same operations.
             losses = {name: loss(logits_TE, routed[0]) for name, loss in ROUTER_LOSSES.items()}
@@ -162,10 +159,7 @@ def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Te
 
 
 def straight_through_top_k(
-    logits_TE: Float[Tensor, "T E"],
-    active_experts: int,
-    surrogate: Surrogate | None,
-    temperature: float = 1.0,
+    logits_TE: Float[Tensor, "T E"], active_experts: int, surrogate: Surrogate | None
 ) -> Routed:
     """The binary top-k mask, with the gradient of a soft mask or with none (eq:router_ste)."""
     chosen_TK = logits_TE.detach().topk(active_experts, dim=1).indices
@@ -175,7 +169,7 @@ def straight_through_top_k(
     if surrogate == "softmax":
         soft = torch.softmax(logits_TE, dim=1)
     else:
-        soft = soft_top_k(logits_TE / temperature, active_experts)
+        soft = soft_top_k(logits_TE, active_experts)
     # The added term is exactly 0 and carries the gradient of the surrogate.
     return mask_TE + (soft - soft.detach()), chosen_TK
 

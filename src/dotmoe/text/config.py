@@ -40,7 +40,5 @@ class SampleConfig:
 
     sample_tokens: Annotated[int | None, at_least(2)] = None
     """Maximum number of tokens to sample for training. Default: as many as the steps use."""
-    sample_temperature: Annotated[float, above(0)] = 1.0
-    """Temperature that divides the logits; 1: the model's own distribution, without any cut-off."""
     sample_batch_size: Annotated[int, at_least(1)] = 16
     """Blocks sampled in one batch: more is faster but takes memory for their keys and values."""
