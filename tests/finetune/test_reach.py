@@ -14,7 +14,6 @@ from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, global_norm, parameters_of, update
 
 SMALL = {"batch_size": 2, "micro_batch_size": 2, "lr": 1e-2, "weight_decay": 0.0}
-ROUTERS = {"balance_weight": 0.0, "z_loss_weight": 0.0}
 SPLIT = Granularity(num_experts=6, expert_size=16, active_experts=2)
 
 
