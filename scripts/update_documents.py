@@ -37,10 +37,9 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
-from dotmoe.common.tables import in_bytes, in_time, percent, to_markdown
+from dotmoe.common.tables import in_bytes, in_time, percent
 from dotmoe.export.parameters import count_parameters
 from dotmoe.measure.config import InspectConfig
-from dotmoe.measure.evaluate.perplexity import curve_table
 from dotmoe.measure.inspection import inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
 from dotmoe.measure.report.page import quickstart_summary
@@ -57,7 +56,7 @@ PART = re.compile(
     r".*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
-FOR_WRITERS = (curve_table, percent, in_time, in_bytes)
+FOR_WRITERS = (percent, in_time, in_bytes)
 """Functions of the package that documents call."""
 
 
@@ -212,13 +211,13 @@ def made(record: Any) -> str:
     """Commit, hardware and versions of a measurement."""
     by = record.provenance
     commit = f"commit `{by.commit}`" if by.commit else "a commit that was not recorded"
-    threads = f"{by.threads} threads, " if by.threads else ""
+    threads = f"{by.threads} thread{'s' * (by.threads != 1)}, " if by.threads else ""
     return f"Measured at {commit} on {by.hardware}, {threads}torch {by.versions.torch}"
 
 
-def markdown(table: Any) -> str:
-    """A table of the package."""
-    return to_markdown(table)
+def times(text: Any) -> str | Nothing:
+    """Perplexity times dense with the standard error of `real_model.py conversions`."""
+    return text and f"{text.times_dense:.2f} ± {text.times_dense * text.stderr:.2f}"
 
 
 def compared(rows: Iterable[Any]) -> list[Any]:
@@ -369,11 +368,6 @@ def on_one_gpu(model: str) -> list[Any]:
             {"what": what, "memory": memory, "hours": sum(stage["hours"] for stage in stages)}
         )
     return rows
-
-
-def find(rows: Iterable[Any], **wanted: Any) -> Any:
-    """The first row that has these values, compared as text."""
-    return next(r for r in rows if all(str(r[n]) == str(v) for n, v in wanted.items()))
 
 
 def shown(number: Any) -> str:

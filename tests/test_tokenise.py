@@ -130,6 +130,7 @@ def generator(seed):
 
 
 @pytest.mark.parametrize(("family", "bos"), [("llama", 0), ("qwen2", None)])
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_every_token_is_drawn_given_all_before_it(family, bos, dense_of):
     sampler, draws = dense_of(family), generator(5)
     assert sampler.tokenizer.bos_token_id == bos

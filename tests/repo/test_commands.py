@@ -1,5 +1,6 @@
 """Every command that a document prints: parsed by the real parser, its split held against the model
-that it names; those of README and reference run on a tiny model, in their order."""
+that it names; those of README and reference run on a tiny model, in their order. Python that a
+document prints runs, but for what takes long."""
 
 import json
 import re
@@ -7,6 +8,7 @@ import shlex
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -42,6 +44,11 @@ WIDTHS = {  # public: model width, FFN width, layers
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text(encoding="utf-8"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NO_MACHINE = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
+TAKES_LONG = [
+    *("dotmoe.convert", "dotmoe.finetune", "dotmoe.measure.analyse.analyse"),
+    *("dotmoe.pipeline.compare.compare", "transformers.AutoTokenizer.from_pretrained"),
+    "transformers.AutoModelForCausalLM.from_pretrained",
+]
 PLACEHOLDERS = {"NAME": "cmoe", "K": "3", "R": "2"}
 
 
@@ -140,6 +147,19 @@ def test_what_else_a_document_tells_to_type_exists(file):
             assert all(word in source for word in rest if word.startswith("--"))
     for extras in re.findall(r"\.\[([a-z,-]+)\]", text):
         assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def python_of(file):
+    return re.findall(r"^```python\n(.*?)^```$", file.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("file", [*filter(python_of, DOCUMENTS)], ids=lambda file: file.stem)
+def test_python_of_a_document_runs_but_for_what_takes_long(file, monkeypatch):
+    for name in TAKES_LONG:
+        monkeypatch.setattr(name, MagicMock())
+    names = {}
+    for block in python_of(file):
+        exec(compile(block, file, "exec"), names)
 
 
 def test_no_hint_installs_from_an_index_where_nothing_is_published():

@@ -32,6 +32,7 @@ from dotmoe.export.llama_cpp import Runtime
 from dotmoe.export.record import require_checksums
 from dotmoe.measure.config import BenchConfig, in_context
 from dotmoe.measure.evaluate.models import model_folder
+from dotmoe.models.hooks import cached
 from dotmoe.models.load import load_weights, resolved_dtype
 from dotmoe.run.folder import provenance
 
@@ -377,7 +378,7 @@ class TransformersRunner(Runner):
         self._cache.layers = [copy.copy(layer) for layer in self._filled.layers]
 
     def _call(self, start: int, end: int) -> Callable[[], None]:
-        options = {"past_key_values": self._cache, "use_cache": True, "logits_to_keep": 1}
+        options = cached(self._model, self._cache)
 
         @torch.inference_mode()
         def compute() -> None:

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.progress import Progress, Update
 from dotmoe.models.family import DenseModel
+from dotmoe.models.hooks import cached
 from dotmoe.text.blocks import (
     Record,
     TokenBlocks,
@@ -253,13 +254,11 @@ def sampled_rows(dense: DenseModel, rows: int, seq_len: int, generator: torch.Ge
         plain = torch.tensor(sorted(set(range(vocabulary)) - set(tokenizer.all_special_ids)))
         draws = torch.randint(len(plain), (rows,), generator=generator, device=generator.device)
         tokens_BT[:, 0] = plain.to(generator.device)[draws]
-    cache = DynamicCache(config=dense.config)
+    options = cached(dense.model, DynamicCache(config=dense.config))
     restarts = bos is not None and eos not in (None, bos)
     for place in range(1, seq_len):
         last_B1 = tokens_BT[:, place - 1 : place]
-        output = dense.model(
-            input_ids=last_B1, past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+        output = dense.model(input_ids=last_B1, **options)
         logits_BV = output.logits[:, -1, :vocabulary].float()
         drawn_B1 = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
         if restarts:
