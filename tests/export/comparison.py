@@ -1,12 +1,14 @@
 """Logits of an export and of its oracle, the masked dense model, and how far they are apart."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from dotmoe.method.layout import DROPPED
 from dotmoe.method.masked import masked_by
+from dotmoe.models.hooks import cached
 
 
 def logits_of(model, tokens_BT):
@@ -19,6 +21,15 @@ def without_last(layout, number):
     kept, expert_LN = layout.num_experts - number, layout.expert_of_neuron_LN
     expert_LN = torch.where(expert_LN < kept, expert_LN, DROPPED)
     return replace(layout, expert_of_neuron_LN=expert_LN, router_LED=layout.router_LED[:, :kept])
+
+
+def step_by_step(model, tokens_BT, prompt=9):
+    """Logits of a model that reads a prompt, then one token at a time with its KV cache."""
+    options, found = cached(DynamicCache(config=model.config)) | {"logits_to_keep": 0}, []
+    for start, end in pairwise((0, *range(prompt, tokens_BT.shape[1] + 1))):
+        with torch.no_grad():
+            found.append(model(input_ids=tokens_BT[:, start:end], **options).logits)
+    return torch.cat(found, dim=1)
 
 
 def masked_logits(dense, layout, tokens_BT):

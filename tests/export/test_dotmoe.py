@@ -12,7 +12,7 @@ from dotmoe.export.config import ExportConfig
 from dotmoe.export.record import set_active_experts
 from dotmoe.export.write import require_exportable
 from dotmoe.method.granularity import Granularity
-from export.comparison import logits_of, masked_logits, stock_logits
+from export.comparison import logits_of, masked_logits, step_by_step, stock_logits
 
 TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 TYPES |= {"sliding_window": 16, "num_hidden_layers": 3}
@@ -47,13 +47,8 @@ def test_it_computes_the_masked_model_with_and_without_a_cache(
     assert "Only Transformers can load it" in made.record.notes[0]
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32).eval()
     expected = masked_logits(dense, made.layout, rows)
-    with torch.no_grad():
-        close(model(rows).logits, expected)
-        first = model(rows[:, :9], use_cache=True)
-        found, cache = [first.logits], first.past_key_values
-        for place in range(9, 40):
-            found.append(model(rows[:, place : place + 1], past_key_values=cache).logits)
-        close(torch.cat(found, dim=1), expected)
+    close(logits_of(model, rows), expected)
+    close(step_by_step(model, rows), expected)
     set_active_experts(made.folder, made.layout.num_experts)
     close(stock_logits(made.folder, rows), logits_of(dense.model, rows))
 

@@ -3,19 +3,18 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from dotmoe.models.family import DenseModel
 
 
-def cached(model: nn.Module, cache: Any) -> dict[str, Any]:
-    """Arguments that let a stock model go on from a cache; Transformers 5.24 renamed the first."""
-    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-    return {name: cache, "use_cache": True, "logits_to_keep": 1}
+def cached(cache: Any) -> dict[str, Any]:
+    """Arguments that let a model go on from a cache; Transformers 5.24 renamed the first."""
+    return {ALL_CACHE_NAMES[0]: cache, "use_cache": True, "logits_to_keep": 1}
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class DotMoeConfig(PreTrainedConfig):
     """The dense model's config, and the sizes of the experts or the heads in each of them."""
 
     model_type = "dotmoe"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
 
     dense_model_type: str = "llama"
     """Model type of the dense decoder; this config has all its keys."""
@@ -213,7 +213,7 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = DotMoeConfig
     base_model_prefix = "model"
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
-    _skip_keys_device_placement = ("past_key_values",)
+    _skip_keys_device_placement = ("cache", "past_key_values")
 
     def __init__(self, config: DotMoeConfig) -> None:
         self.stock = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[config.dense_model_type]]

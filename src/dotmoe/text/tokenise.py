@@ -254,7 +254,7 @@ def sampled_rows(dense: DenseModel, rows: int, seq_len: int, generator: torch.Ge
         plain = torch.tensor(sorted(set(range(vocabulary)) - set(tokenizer.all_special_ids)))
         draws = torch.randint(len(plain), (rows,), generator=generator, device=generator.device)
         tokens_BT[:, 0] = plain.to(generator.device)[draws]
-    options = cached(dense.model, DynamicCache(config=dense.config))
+    options = cached(DynamicCache(config=dense.config))
     restarts = bos is not None and eos not in (None, bos)
     for place in range(1, seq_len):
         last_B1 = tokens_BT[:, place - 1 : place]
