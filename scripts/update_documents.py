@@ -370,6 +370,11 @@ def on_one_gpu(model: str) -> list[Any]:
     return rows
 
 
+def find(rows: Iterable[Any], **wanted: Any) -> Any:
+    """The first row that has these values, compared as text; experiment.toml files call it."""
+    return next(r for r in rows if all(str(r[n]) == str(v) for n, v in wanted.items()))
+
+
 def shown(number: Any) -> str:
     """A number with three or four digits; any other value unchanged."""
     if isinstance(number, bool) or not isinstance(number, int | float):
