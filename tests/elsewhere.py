@@ -1,7 +1,7 @@
 """A device that is not the CPU, for machines without one: it computes there, but never mixes.
 
 A tensor of the device wraps one of the CPU, with its values. An operator that takes tensors of both
-raises, as on CUDA. Triton's kernels, NCCL and FSDP2 know no such device.
+raises, as on CUDA. NCCL and FSDP2 know no such device.
 """
 
 from contextlib import contextmanager, nullcontext

@@ -41,7 +41,7 @@ FORMATS_OF = {
     "llama": ("glm4_moe", "mixtral", "granitemoe"),
     "mistral": ("glm4_moe", "mixtral", "granitemoe"),
     "phi3": ("glm4_moe", "mixtral", "granitemoe"),
-    "qwen2": ("glm4_moe", "qwen2_moe"),
+    "qwen2": ("glm4_moe",),
     "qwen3": ("glm4_moe", "qwen3_moe"),
     "granite": ("granitemoe",),
     "olmo2": ("flex_olmo",),

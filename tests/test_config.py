@@ -87,7 +87,7 @@ def test_recipes_by_name():
     assert tuning.steps * tuning.batch_size * recipe_of("finetune").data.seq_len < 1e6
 
 
-@pytest.mark.parametrize("data", [{"shuffle_buffer": 2}, {"split": "test"}, {"data_seed": 1}])
+@pytest.mark.parametrize("data", [{"shuffle_buffer": 2}, {"data_seed": 1}])
 def test_options_of_a_text_that_is_not_named_are_refused(data):
     with pytest.raises(UserError, match="data names no source"):
         check(FinetuneRunConfig(run="r", out="o", data=DataConfig(**data)))

@@ -1,7 +1,5 @@
 """ExpertLayout: what it refuses, and that it survives the disk."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -80,19 +78,3 @@ def test_neurons_of_experts_always_on_and_of_leading_dense_layers():
     assert mixed.granularity == Granularity(
         num_experts=3, expert_size=1, active_experts=2, shared_size=2, first_dense_layers=1
     )
-
-
-def test_the_experts_of_least_work_are_dropped_and_the_others_renumbered():
-    three = layout(
-        expert_of_neuron_LN=torch.tensor([[-1] * 5, [2, -1, 1, 0, -1], [-1, 0, 2, -1, 1]]),
-        router_LED=torch.arange(36.0).view(3, 3, 4),
-        active_experts=1,
-    )
-    two = three.without_idlest(torch.tensor([[0.5, 0.1, 2.0], [1.0, 2.0, 0.3]]), 1)
-    assert two.expert_of_neuron_LN.tolist() == [[-1] * 5, [1, -1, -2, 0, -1], [-1, 0, -2, -1, 1]]
-    assert torch.equal(two.router_LED[1:], three.router_LED[[[1], [2]], [[0, 2], [0, 1]]])
-    assert two.neurons_of_expert(1).tolist() == [[3], [0]]
-    assert two.granularity == replace(three.granularity, num_experts=2, dropped_size=1)
-    assert two.granularity.active_fraction == three.granularity.active_fraction
-    one = two.without_idlest(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 1)
-    assert one.expert_of_neuron_LN[1:].tolist() == [[-2, -1, -2, 0, -1], [-1, -2, -2, -1, 0]]

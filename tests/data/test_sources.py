@@ -55,7 +55,7 @@ def test_the_usual_fields_are_found(tmp_path, field):
 def test_a_field_may_be_named_or_null_and_a_byte_order_mark_is_no_text(tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl([{"passage": "long", "text": "short", "mine": "own"}]))
     assert read(path) == ["short"]
-    assert read(path, text_field="mine") == read(f"{path}#mine") == ["own"]
+    assert read(f"{path}#mine") == ["own"]
     assert "names the split test, but" in refusal_of(f"{path}@test#mine")
     path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": null}\n{"text": "b"}')
     assert read(path) == ["", "b"]
@@ -126,11 +126,9 @@ def test_names_that_all_say_a_split_are_splits(tmp_path, monkeypatch):
     config = DataConfig(data=("x",))
     assert list(opened(f"{folder}#body", config)) == ["b"] * 3
     assert list(opened(f"{folder}@test#body", config)) == ["d"]
-    assert read(folder, split="validation") == ["v"]
+    assert read(f"{folder}@validation") == ["v"]
     assert "no file whose name says nonsense" in refusal_of(f"{folder}@nonsense")
-    assert re.search(
-        r"line 1 has no field 'no'; it has content", refusal_of(folder, text_field="no")
-    )
+    assert re.search(r"line 1 has no field 'no'; it has content", refusal_of(f"{folder}#no"))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read("~/corpus") == TEXTS
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.export.llama_cpp import is_installed
@@ -55,37 +54,6 @@ def test_a_run_is_exported_again(
     assert float(difference) < (0.05 if "export_dtype" in options else 5e-3)
     if model_type == "mixtral":  # which has k folded into its weights
         assert "dotmoe export" in command("export", out, "--in-place", active_experts=2).refusal()
-
-
-def test_experts_of_least_energy_are_dropped(finished, command, tokens_BT, tmp_path):
-    before, out = finished.contents(), tmp_path / "smaller"
-    assert command("export", finished.folder, out, drop_experts=4, **QUICK).status == 0
-    assert finished.contents() == before
-    whole = json.loads((finished.folder / "5_export/dotmoe.json").read_text())["parameters"]
-    record = json.loads((out / "dotmoe.json").read_text())
-    assert (record["num_experts"], record["active_experts"]) == (8, 3)
-    assert record["parameters"]["active"] == whole["active"] < whole["stored"]
-    # Which went: those whose outputs' neurons are smallest, by the inputs of the masked FFNs.
-    dense = load_dense(str(finished.source), LoadConfig())
-    layout = ExpertLayout.load(finished.folder / "3_extract/layout.safetensors")
-    text = load_file(finished.folder / "0_data/training.safetensors")["tokens"].long()
-    inputs, mlps = [], [layer.mlp for layer in dense.family.layers(dense.model)]
-    with torch.no_grad(), masked_by(dense, layout):
-        for layer in dense.family.layers(dense.model):
-            layer.mlp.register_forward_pre_hook(lambda mlp, x: inputs.append(x[0].flatten(0, -2)))
-        dense.model(input_ids=text)
-    exported = AutoModelForCausalLM.from_pretrained(out)
-    for number, (x, mlp, layer) in enumerate(zip(inputs, mlps, exported.model.layers, strict=True)):
-        chosen = (x @ layout.router_LED[number].T).topk(3).indices
-        hidden = torch.nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
-        terms = (hidden[:, None] * mlp.down_proj.weight).square().sum(dim=1)  # [T, N]
-        owner = layout.expert_of_neuron_LN[number]
-        energy = [terms[(chosen == e).any(dim=1)][:, owner == e].sum() for e in range(12)]
-        kept = torch.stack(energy).argsort(stable=True)[4:].sort().values
-        router, wanted = layer.mlp.gate.weight, layout.router_LED[number][kept]
-        torch.testing.assert_close(router / router.norm(), wanted / wanted.norm())
-    said = command("export", finished.folder, tmp_path / "no", drop_experts=10).refusal()
-    assert "is 10, but 3 of 12 experts a layer run for a token. Choose at most 9" in said
 
 
 @pytest.mark.parametrize("name", ["gguf_glm4moe", "gguf_llama", "gguf_dense"])

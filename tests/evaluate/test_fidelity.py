@@ -12,7 +12,7 @@ from dotmoe.method.masked import masked_by
 from dotmoe.models import scoring
 from dotmoe.models.config import LoadConfig
 
-FORMATS = {"llama": "glm4_moe", "qwen2": "qwen2_moe", "granite": "granitemoe", "olmo2": "flex_olmo"}
+FORMATS = {"llama": "glm4_moe", "qwen2": "glm4_moe", "granite": "granitemoe", "olmo2": "flex_olmo"}
 
 
 def measured(model, corpus, **options):

@@ -1,10 +1,12 @@
 """Logits of an export and of its oracle, the masked dense model, and how far they are apart."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from dotmoe.method.layout import DROPPED
 from dotmoe.method.masked import masked_by
 from dotmoe.models.hooks import cached
 
@@ -12,6 +14,13 @@ from dotmoe.models.hooks import cached
 def logits_of(model, tokens_BT):
     with torch.no_grad():
         return model(input_ids=tokens_BT, use_cache=False).logits
+
+
+def without_last(layout, number):
+    """The layout without its last experts, whose neurons are left out."""
+    kept, expert_LN = layout.num_experts - number, layout.expert_of_neuron_LN
+    expert_LN = torch.where(expert_LN < kept, expert_LN, DROPPED)
+    return replace(layout, expert_of_neuron_LN=expert_LN, router_LED=layout.router_LED[:, :kept])
 
 
 def step_by_step(model, tokens_BT, prompt=9):

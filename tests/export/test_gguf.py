@@ -270,7 +270,6 @@ def test_without_gguf_the_remedy_is_told():
         ({"format": "gguf", "export_dtype": "bfloat16"}, {}, "--export-dtype .* gguf"),
         ({"format": "gguf_llama", "max_shard_gib": 1.0}, {}, "--max-shard-gib .* gguf_llama"),
         ({"format": "gguf_dense"}, {"active_experts": 2}, "--active-experts .* gguf_dense"),
-        ({"format": "gguf_dense"}, {"drop_experts": 2}, "--drop-experts .* gguf_dense"),
     ],
 )
 def test_options_that_the_format_does_not_know_are_refused(export_options, options, said):

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from dotmoe.cli import run
+from dotmoe.common.errors import UserError
 from dotmoe.measure.report import RunResults
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
@@ -24,7 +24,7 @@ from dotmoe.models.load import left_on_disk, load_described, trained_model
 from dotmoe.run.finished import FinishedRun
 from dotmoe.text.blocks import TokenBlocks
 from heads.families import FAMILIES, head_layout
-from runs import TINY_CONVERT, Forked, TinyRun, torchrun
+from runs import TINY_CONVERT, Forked, TinyRun
 
 TRAINED = ("llama", "granite", "olmo2", "phi3")
 SCALED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}}
@@ -187,8 +187,7 @@ def test_the_masked_model_comes_closer_to_the_dense_one(family, dense_of, layout
     before = {name: value.clone() for name, value in dense.model.state_dict().items()}
     kl = [divergence(dense, dense, layout, heldout)]
     for epochs in (0, 8) if is_trained else (0,):
-        ks, out = (2, 3) if family == "granite" else (), tmp_path / str(epochs)
-        config = RepairConfig(repair_tokens=9600, repair_epochs=epochs, repair_active_experts=ks)
+        out, config = tmp_path / str(epochs), RepairConfig(repair_tokens=9600, repair_epochs=epochs)
         layer = repair(dense, (layout,), training, config, folder=out)["layers"][-1]
         assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
         repaired = made(dense, out, dtype=dtype)
@@ -246,42 +245,25 @@ def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path
         torch.testing.assert_close(repaired[name], weight, rtol=0, atol=1e-4)
 
 
-def test_several_k_at_once_serve_those_that_were_not_fitted_alone(
-    dense_of, layout_of, text, tmp_path
-):
-    dense, kl = dense_of("llama"), []
-    layout = layout_of(dense, 6, active_experts=2)
-    training, heldout = TokenBlocks(text.tokens_BT[:36]), text.tokens_BT[36:].long()
-    for ks in ((), (2, 4, 6)):
-        out, config = tmp_path / str(len(ks)), RepairConfig(repair_active_experts=ks)
-        found = repair(dense, (layout,), training, config, folder=out)
-        assert found["active_experts"] == list(ks or (2,))
-        kl.append(divergence(dense, made(dense, out), replace(layout, active_experts=4), heldout))
-    assert kl[1] < kl[0]
-
-
 def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp_path, command):
-    """By `convert --repair` and by `finetune --train repair`, which come to the same weights."""
     options = {**TINY_CONVERT, "data": text_file, "steps": 0, "repair_tokens": 4000}
     few = {"scale_tokens": 128, "verify_tokens": 128}
-    later = {"train": "repair", "repair_tokens": 4000, **few}
     tuning = {"train": "router", "steps": 4, "batch_size": 2, "lr_router": 1e-3, **few}
-    dense, names = tiny_dense("llama"), ("frozen", "repaired", "later", "tuned", "mixtral")
+    dense, names = tiny_dense("llama"), ("frozen", "repaired", "tuned", "mixtral")
     at = {name: tmp_path / name for name in names}
     tuned = [
         command("convert", dense, at["frozen"], **options),
         command("convert", dense, at["repaired"], **options, repair=[]),
-        command("finetune", at["frozen"], at["later"], **later),
         command("export", at["repaired"], at["mixtral"], format="mixtral", **few),
         command("finetune", at["repaired"], at["tuned"], **tuning),
     ]
-    assert [each.status for each in tuned] == [0] * 5
-    for name in ("frozen", "repaired", "later"):
+    assert [each.status for each in tuned] == [0] * 4
+    for name in ("frozen", "repaired"):
         card = (at[name] / "5_export/README.md").read_text()
         assert ("give back the dense model" in card) == (name == "frozen")
         assert ("with the repaired or finetuned model" in card) == (name != "frozen")
-    rows = {name: RunResults(at[name]).models for name in ("repaired", "later", "tuned")}
-    assert list(rows["repaired"]) == list(rows["later"]) == ["dense", "frozen", "repaired"]
+    rows = {name: RunResults(at[name]).models for name in ("repaired", "tuned")}
+    assert list(rows["repaired"]) == ["dense", "frozen", "repaired"]
     assert list(rows["tuned"]) == ["dense", "frozen", "repaired", "finetuned"]
     assert all(word in tuned[-1].out for word in ("frozen", "repaired", "finetuned"))
     loss = {name: row["loss"] for name, row in rows["tuned"].items()}
@@ -303,11 +285,11 @@ def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp
     ffns = {name for name, weight in stored.items() if not torch.equal(weight, weights[name])}
     assert ffns == {name for name in stored if ".mlp." in name}
     needed = sum(stored[name].nbytes for name in ffns)
-    for folder in (at["repaired"] / "4_repair", at["later"] / "4_finetune"):
-        files = list(folder.glob("**/weights.safetensors"))
-        assert sum(file.stat().st_size for file in files) < needed + 4096  # headers
-        assert not (folder / "model").exists()
-        assert command("analyse", folder.parent, only="expert_utilisation").status == 0
+    folder = at["repaired"] / "4_repair"
+    files = list(folder.glob("**/weights.safetensors"))
+    assert sum(file.stat().st_size for file in files) < needed + 4096  # headers
+    assert not (folder / "model").exists()
+    assert command("analyse", folder.parent, only="expert_utilisation").status == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
@@ -331,29 +313,7 @@ def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text
     assert layers[0] == [marked, *layers[1][1:]], "a layer that was finished is repaired again"
 
 
-def test_what_cannot_be_repaired_is_refused_in_one_line(
-    command, dense_of, layout_of, text, text_file, tmp_path
-):
-    dense = dense_of("llama")
-    layout = layout_of(dense, 6, active_experts=2)
-    for config, blocks, words in [
-        (RepairConfig(repair_active_experts=(7,)), text, "Choose 1 to 6"),
-        (RepairConfig(), TokenBlocks(text.tokens_BT[:1]), "a repair needs two"),
-    ]:
-        with pytest.raises(Exception, match=words):
-            repair(dense, (layout,), blocks, config, folder=tmp_path)
-    options = {"recipe": "quickstart", "data": text_file, "repair": []}
-    refused = command("convert", "embedded", tmp_path / "run", **options, repair_active_experts=49)
-    assert "Choose 1 to 48" in refused.refusal()
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_several_ranks_are_refused_in_one_line(finished, tmp_path):
-    options = ["--train", "repair"]
-    ended = torchrun(2, "-m", "dotmoe", "finetune", finished.folder, tmp_path / "out", *options)
-    assert ended.returncode != 0
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("dotmoe: error: ")]
-    assert len(errors) == 1
-    assert "a repair runs in one process" in errors[0]
-    assert not (tmp_path / "out").exists()
+def test_too_little_text_is_refused(dense_of, layout_of, text, tmp_path):
+    dense, blocks = dense_of("llama"), TokenBlocks(text.tokens_BT[:1])
+    with pytest.raises(UserError, match="a repair needs two"):
+        repair(dense, (layout_of(dense),), blocks, RepairConfig(), folder=tmp_path)

@@ -54,7 +54,7 @@ def both(tiny_dense, text_file, tmp_path_factory):
     return TinyRun("convert", tiny_dense("llama"), out, options).made()
 
 
-def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command, tmp_path):
+def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command):
     run = both.folder
     results = json.loads((run / "6_evaluate/results.json").read_text())
     split = results["granularity"]
@@ -70,11 +70,16 @@ def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command, tm
     torch.testing.assert_close(loads.sum(dim=1), torch.full((2,), 2.0))
     assert command("report", run).status == 0
     said = (run / "7_report/report.md").read_text()
-    assert "3 of 12 experts of neurons and 2 of 4 experts of query heads" in said
-    assert "4 experts of 1 query heads a layer" in said
-    repaired = command("finetune", run, tmp_path / "r", train="repair", repair_tokens=512)
+    assert "12 experts of 8 neurons a layer, 3 run per token" in said
+    assert "4 experts of 1 query heads a layer, 2 run per token" in said
+
+
+def test_both_are_repaired(tiny_dense, text_file, command, tmp_path):
+    options = {"data": text_file, **TINY_CONVERT, "steps": 0, "repair": [], "repair_tokens": 512}
+    options |= {"targets": "both", "heads_per_expert": 1}
+    repaired = command("convert", tiny_dense("llama"), tmp_path / "r", **options)
     assert repaired.status == 0, repaired.err
-    figures = json.loads((tmp_path / "r/4_finetune/repair.json").read_text())
+    figures = json.loads((tmp_path / "r/4_repair/repair.json").read_text())
     assert [layer.get("target", "ffn") for layer in figures["layers"]] == ["attention", "ffn"] * 2
     frozen, moe = (
         json.loads((tmp_path / "r/6_evaluate/results.json").read_text())[name]["loss"]
@@ -84,7 +89,7 @@ def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command, tm
 
 
 REFUSED = {
-    "finetune RUN OUT": "train is everything.*--train repair",
+    "finetune RUN OUT": "experts made of heads, which cannot be trained",
     "export RUN OUT --format gguf": "experts made of heads",
     "export RUN --in-place --active-experts 2": "cannot be changed",
     "convert embedded OUT --data TEXT --heads-per-expert 2": "targets is ffn",

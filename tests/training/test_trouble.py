@@ -1,5 +1,5 @@
-"""Losses that are not finite or explode, and out of memory. Oracles: the same run without the bad
-batch, and with the micro-batch that fits from the start.
+"""Losses that are not finite or explode, and out of memory. Oracle: the same run with the
+micro-batch that fits from the start.
 """
 
 import logging
@@ -7,14 +7,11 @@ import math
 
 import pytest
 import torch
-from toy_tasks import SCHEDULE, Regression, interrupt, metrics_in, trained, warnings_in
+from toy_tasks import SCHEDULE, Regression, metrics_in, trained, warnings_in
 
 from dotmoe.common.errors import UserError
 from dotmoe.training import loop
-from dotmoe.training.config import TrainingConfig
 from dotmoe.training.loop import LossWatch, adamw
-
-SKIP = TrainingConfig(checkpoint_every=5, on_bad_loss="skip")
 
 
 def not_a_number(task, metrics):
@@ -42,42 +39,8 @@ def test_a_bad_loss_stops_and_names_the_last_checkpoint(event, tmp_path):
         trained(tmp_path, {11: event})
     assert "\n" not in str(error.value)
     assert f"good checkpoint is {tmp_path / 'checkpoints' / 'step_00000010'}" in str(error.value)
-    assert "--on-bad-loss skip" in str(error.value)
+    assert "a lower lr or max_grad_norm" in str(error.value)
     assert [line["step"] for line in metrics_in(tmp_path)] == list(range(1, 12))
-
-
-@pytest.mark.parametrize("event", PATTERNS)
-def test_a_skipped_batch_leaves_everything_as_it_was(event, tmp_path, caplog):
-    weights = []
-
-    def input_hooks(task, metrics):
-        weights.append(task.weight.detach().clone())
-        return event(task, metrics) if len(weights) == 1 else None
-
-    with caplog.at_level(logging.WARNING):
-        task = trained(tmp_path, {9: input_hooks, 10: input_hooks}, SKIP)
-    assert torch.equal(*weights)
-    assert task.seen == SCHEDULE.steps - 1
-    (warning,) = warnings_in(caplog)
-    assert "at step 10" in warning
-    assert "skipped" in warning
-
-
-def test_skipping_and_resuming_counts_on(tmp_path):
-    bad = {4: not_a_number, 6: not_a_number}
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path, {**bad, 8: interrupt}, SKIP)
-    trained(tmp_path, bad, SKIP)
-    lines = metrics_in(tmp_path)
-    assert [line["skipped"] for line in lines] == [0] * 4 + [1] * 2 + [2] * 6
-    assert lines[4]["loss"] is None
-
-
-def test_too_many_skipped_in_a_row_stop(tmp_path):
-    few = TrainingConfig(on_bad_loss="skip", max_skipped=2)
-    trained(tmp_path / "few", dict.fromkeys((3, 4, 6), not_a_number), few)
-    with pytest.raises(UserError, match=r"at step 6.* 2 batches before it were skipped in a row"):
-        trained(tmp_path / "more", dict.fromkeys((3, 4, 5), not_a_number), few)
 
 
 def test_the_rule_for_an_explosion():
@@ -126,5 +89,6 @@ def test_the_place_is_looked_for_by_all_ranks_together(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(loop, "raise_on_all_ranks", lambda make: calls.append("apart") or make())
     monkeypatch.setattr(loop, "_worst_place", lambda optimizer: calls.append("together"))
-    trained(tmp_path, {3: not_a_number}, SKIP)
+    with pytest.raises(UserError):
+        trained(tmp_path, {3: not_a_number})
     assert calls == ["together", "apart"]

@@ -53,7 +53,6 @@ _NOTES = {
     "export": """
 glm4_moe: runs in Transformers, vLLM, SGLang; k can be edited.
 mixtral: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k is fixed.
-qwen2_moe: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k can be edited.
 qwen3_moe: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k is fixed.
 qwen3_5_moe_text: runs in Transformers; k is fixed.
 granitemoe: runs in Transformers, vLLM, SGLang; k is fixed.

@@ -68,7 +68,7 @@ def check(config: Any) -> None:
                 raise UserError(f"{name} is {number}, but it must be a finite number.")
             for mark in marks:
                 if isinstance(mark, Range) and not mark.contains(number):
-                    is_share = mark.words == "at most 1" and number <= 100
+                    is_share = mark.words == "at most 1" and 2 <= number <= 100
                     hint = f" Did you mean {number / 100:g}?" if is_share else ""
                     raise UserError(f"{name} is {number}, but it must be {mark.words}.{hint}")
     if hasattr(config, "check_together"):
@@ -121,7 +121,8 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
     kinds = {name: kind for name, kind, _ in marked_fields(cls)}
     for name, value in values.items():
         if name not in kinds:
-            raise UserError(f"{name} in {place} is no option.{nearest(name, kinds)}")
+            hint = nearest(name, kinds) or " Leave it out, or name another file."
+            raise UserError(f"{name} in {place} is no option.{hint}")
         values[name] = _value_of(kinds[name], value, name, place)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         is_required = field.default is field.default_factory is dataclasses.MISSING

@@ -19,8 +19,8 @@ from dotmoe.models import modeling_dotmoe
 from dotmoe.models.family import DenseModel, head_dim
 
 SHARED_GATE = 2.0**-20
-"""Entries of the weight of Qwen2-MoE's shared-expert gate, so that its sigmoid is 1/2. Zeros would
-do in Transformers, but llama.cpp divides by the gate's logit."""
+"""Entries of the weight of Qwen3.5-MoE's shared-expert gate, so that its sigmoid is 1/2. Zeros
+would do in Transformers, but a server may divide by the gate's logit."""
 EMPTY_SHARED_SIZE = 128
 """Size of the all-zero shared expert of a model without one; servers fail on an empty one."""
 CODE = Path(modeling_dotmoe.__file__)
@@ -43,7 +43,7 @@ class _Glm4Moe(TransformersFormat):
         "a shared expert",
         "dense layers",
     )
-    gating = Gating(score="sigmoid", renormalised=False)
+    gating = Gating(score="sigmoid")
     experts_key = "n_routed_experts"
     active_experts_editable = True
     constants: ClassVar = {
@@ -112,16 +112,16 @@ class _Qwen3Moe(TransformersFormat):
         return super().config(dense, split, dtype) | {"mlp_only_layers": dense_layers}
 
 
-class _Qwen2Moe(_Qwen3Moe):
-    """Qwen2-MoE, the native twin of Qwen2: softmax over all experts, not renormalised."""
+class _Qwen35Moe(_Qwen3Moe):
+    """The text model of Qwen3.5-MoE, the native twin of Qwen3.5: linear and gated attention."""
 
-    name = "qwen2_moe"
-    gating = Gating(renormalised=False)
-    supports: tuple[str, ...] = ("a shared expert", "dense layers")
-    requires: tuple[str, ...] = ("qkv biases",)
-    active_experts_editable = True
+    name = "qwen3_5_moe_text"
+    twin_of = "qwen3_5_text"
+    servers = ("Transformers",)
+    supports = ("a shared expert",)
+    requires = ()
     block_error = 8e-3
-    constants: ClassVar = {**_Qwen3Moe.constants, "norm_topk_prob": False, "qkv_bias": True}
+    constants: ClassVar = {}
 
     def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
         size = split.shared_size or EMPTY_SHARED_SIZE
@@ -134,19 +134,6 @@ class _Qwen2Moe(_Qwen3Moe):
         yield TensorSpec.of(f"{name}_gate.weight", gate, conversion.dtype)
         size = conversion.layout.granularity.shared_size or EMPTY_SHARED_SIZE
         yield from conversion.projections(layer, shared_S, f"{name}.{{}}_proj.weight", 2.0, size)
-
-
-class _Qwen35Moe(_Qwen2Moe):
-    """The text model of Qwen3.5-MoE, the native twin of Qwen3.5: linear and gated attention."""
-
-    name = "qwen3_5_moe_text"
-    twin_of = "qwen3_5_text"
-    servers = ("Transformers",)
-    gating = Gating()
-    supports = ("a shared expert",)
-    requires = ()
-    active_experts_editable = False
-    constants: ClassVar = {}
 
 
 class _GraniteMoe(TransformersFormat):
@@ -180,7 +167,7 @@ class _GraniteMoe(TransformersFormat):
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         layout = conversion.layout
-        constant = self.gating.constant(layout.active_experts, layout.num_experts)
+        constant = self.gating.constant(layout.active_experts)
         shared = prefix.replace(self.block_name, "shared_mlp")
         for place, neurons, factor in (
             (prefix, layout.neurons_of_expert(layer), constant),
@@ -335,7 +322,7 @@ class _DotMoe(TransformersFormat):
         return cast(Tensor, block.get_submodule("router")(x_TD))
 
 
-_STOCK = (_Glm4Moe, _Mixtral, _Qwen2Moe, _Qwen3Moe, _Qwen35Moe, _GraniteMoe, _FlexOlmo)
+_STOCK = (_Glm4Moe, _Mixtral, _Qwen3Moe, _Qwen35Moe, _GraniteMoe, _FlexOlmo)
 _MADE = (*(form() for form in _STOCK), _DotMoe())
 FORMATS: dict[str, TransformersFormat] = {form.name: form for form in _MADE}
 """Formats in order of preference: the first that can hold a model is its default."""

@@ -11,7 +11,7 @@ class ExportConfig:
     """Options of an export and its verification."""
 
     format: str = "auto"
-    """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, qwen3_5_moe_text,
+    """Stock architecture to write: glm4_moe, mixtral, qwen3_moe, qwen3_5_moe_text,
     granitemoe, flex_olmo, or auto: the first of these that can hold the model in its whole context.
     Experts made of heads, and families whose decoder no stock MoE has, need format dotmoe, which
     only Transformers runs, with code that the export contains.

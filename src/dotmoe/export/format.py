@@ -69,9 +69,8 @@ class Gating:
 
     score: Literal["none", "softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
     """Function of the logits: softmax or sigmoid over all experts before k of them are chosen, or
-    softmax over the chosen ones; none: every weight is 1, and no router is scaled."""
-    renormalised: bool = True
-    """Whether weights are divided by their sum over the chosen experts."""
+    softmax over the chosen ones; none: every weight is 1, and no router is scaled. Weights by a
+    softmax are divided by their sum over the chosen experts."""
     casts: bool = True
     """Whether Transformers rounds the weights to the dtype of the model."""
     only_in: str | None = None
@@ -79,11 +78,9 @@ class Gating:
     exponent: int | None = None
     """Exponent p of every layer's router; None: chosen for each layer from its router logits."""
 
-    def constant(self, active_experts: int, num_experts: int) -> float:
-        """Factor (2, k or E) that makes a chosen expert's weight 1, up to about l 2^-p."""
-        if self.score == "sigmoid":
-            return 2.0
-        return float(active_experts if self.renormalised else num_experts)
+    def constant(self, active_experts: int) -> float:
+        """Factor (2 or k) that makes a chosen expert's weight 1, up to about l 2^-p."""
+        return 2.0 if self.score == "sigmoid" else float(active_experts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,7 @@ the sample. Near-ties misroute 0.4 % with 148 experts of random logits, and 4 % 
 first layer at k = E / 2, where logits are closest. A wrong scale misroutes a tenth or more."""
 GATE_DEVIATION = 2.0**-6
 """Largest deviation of a gate from 1; the common factor of a runtime's gates may deviate by 2^-5.
-Rounding weights to bfloat16 adds up to 2^-8; rounding their sum, in vLLM on a CPU, 2^-5.6."""
+Rounding weights to bfloat16 adds up to 2^-8."""
 LOG2_RESOLVED = -20
 """Logits 2^(p - 20) apart get different scores in every runtime, whatever the error of its exp."""
 
@@ -47,8 +47,6 @@ class Runtime(NamedTuple):
     logits_in_float32: bool = False
     rounds_weights: bool = False
     """Whether expert weights are rounded to the dtype of the model."""
-    rounds_sum: bool = False
-    """Whether the logarithm of the sum of exponentials is rounded to the dtype of the model."""
 
 
 def runtimes_of(gating: Gating) -> list[Runtime]:
@@ -62,7 +60,7 @@ def runtimes_of(gating: Gating) -> list[Runtime]:
         Runtime("Transformers", own, rounds_weights=casts),
         Runtime("vLLM on CUDA"),
         Runtime("SGLang", ranks_logits=True),
-        Runtime("vLLM on a CPU", ranks_logits=True, rounds_weights=True, rounds_sum=True),
+        Runtime("vLLM on a CPU", ranks_logits=True, rounds_weights=True),
         Runtime("llama.cpp", logits_in_float32=True),
     ]
 
@@ -79,11 +77,8 @@ def route(
     ranked_TE = scaled_TE if runtime.ranks_logits else scores_TE
     chosen_TK = ranked_TE.topk(active_experts, dim=1).indices
     weights_TK = scores_TE.gather(1, chosen_TK)
-    if gating.renormalised:
+    if gating.score != "sigmoid":
         weights_TK = weights_TK / weights_TK.sum(dim=1, keepdim=True)
-    elif runtime.rounds_sum:
-        sum_T1 = scaled_TE.logsumexp(dim=1, keepdim=True).to(dtype).float()
-        weights_TK = (scaled_TE.gather(1, chosen_TK) - sum_T1).to(dtype).float().exp()
     return chosen_TK, weights_TK.to(dtype).float() if runtime.rounds_weights else weights_TK
 
 
@@ -116,7 +111,7 @@ def runtime_routing(
         the constant.
     """
     x_TD, router_ED = x_TD.to(dtype), router_ED.to(dtype)
-    constant = gating.constant(active_experts, len(router_ED))
+    constant = gating.constant(active_experts)
     # Multiplying by 2^-p commutes with rounding, so scaling the logits equals scaling the rows.
     float32_TE = router_logits(x_TD, router_ED)
     rounded_TE = (x_TD @ router_ED.T).float()

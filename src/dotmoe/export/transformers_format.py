@@ -41,9 +41,7 @@ _LIMITS = {
     "rope_theta is truncated to an integer.",
     ("window", ("SGLang",), ("mixtral",)): "The sliding window is not read: correct only up to the "
     "window (--context-length).",
-    ("dense layers", ("llama.cpp",), ("qwen2_moe",)): "This architecture cannot be loaded with "
-    "dense layers.",
-    ("dense layers", ("SGLang",), ("qwen2_moe", "qwen3_moe")): "Every layer is built with experts, "
+    ("dense layers", ("SGLang",), ("qwen3_moe",)): "Every layer is built with experts, "
     "whatever mlp_only_layers contains: a dense layer's tensors are skipped and its experts stay "
     "uninitialised.",
     ("longrope", ("vLLM",), ("glm4_moe", "mixtral", *_GRANITE)): "longrope uses its long factors "
@@ -52,7 +50,7 @@ _LIMITS = {
     "divide the weights of chosen experts by their sum.",
     ("any", ("SGLang",), ("glm4_moe",)): "Use 0.5.23 or later: before, Blackwell GPUs need "
     "--moe-runner-backend triton.",
-    ("small experts", ("vLLM",), ("glm4_moe", "qwen2_moe")): "Blackwell GPUs can hang at the start "
+    ("small experts", ("vLLM",), ("glm4_moe",)): "Blackwell GPUs can hang at the start "
     "unless an expert's size on each GPU is a multiple of 128: give --moe-backend triton.",
     ("many active", ("vLLM",), ("mixtral", "qwen3_moe", *_GRANITE)): "Blackwell GPUs run at most "
     "32 experts per token: for more, give --moe-backend triton.",
@@ -99,8 +97,7 @@ class TransformersFormat(Reloadable):
         return None
 
     def exactness(self, conversion: Conversion) -> str:
-        factor = "E" if self.active_experts_editable else "k"
-        return f"expert weights are rounded once, down projections times {factor}; {GATES}"
+        return f"expert weights are rounded once, down projections times k; {GATES}"
 
     def notes(self, conversion: Conversion) -> list[str]:
         folded = (
@@ -170,7 +167,7 @@ class TransformersFormat(Reloadable):
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         """Specs of the tensors of a split layer's block, except the router."""
         layout = conversion.layout
-        constant = self.gating.constant(layout.active_experts, layout.num_experts)
+        constant = self.gating.constant(layout.active_experts)
         neurons_ES = layout.neurons_of_expert(layer)
         # Projections in the outer loop, so that the slices of one dense matrix are consecutive.
         for projection, part in zip(PROJECTIONS, self.parts, strict=True):

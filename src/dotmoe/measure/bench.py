@@ -81,10 +81,11 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     runner = f"dotmoe.measure.bench:{'LlamaRunner' if in_gguf else 'TransformersRunner'}"
     options = config.load.dtype, device, threads, config.clock, config.seed
     remedy = "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."
+    names = (config.dense, config.moe)
+    paths = [os.path.expanduser(name) if in_gguf else model_folder(name) for name in names]
     with ExitStack() as stack:
         workers = []
-        for name in (config.dense, config.moe):
-            path = os.path.expanduser(name) if in_gguf else model_folder(name)
+        for path in paths:
             worker = Worker(runner, str(path), *options, name=f"{runtime} on {path}", remedy=remedy)
             workers.append(stack.enter_context(worker))
         models = [worker.ask("loaded") for worker in workers]

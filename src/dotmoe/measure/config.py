@@ -158,8 +158,8 @@ class AnalyseConfig:
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
     only: tuple[str, ...] = ()
-    """Analyses to run: expert_utilisation, expert_outputs_tsne, layer_sensitivity,
-    overhead_profile. Default: all that apply to the run."""
+    """Analyses to run: expert_utilisation, expert_outputs_tsne, overhead_profile. Default: all that
+    apply to the run."""
     tokens: Annotated[int, at_least(1)] = 32768
     """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
     layer: Annotated[int | None, at_least(0)] = None

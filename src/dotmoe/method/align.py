@@ -67,7 +67,6 @@ class LearnedAssignment:
             routing=Routing(
                 active_experts=split.active_experts,
                 surrogate=config.surrogate,
-                surrogate_temperature=config.surrogate_temperature,
                 own_dtype=is_native,
             ),
             expert_of_neuron_LN=torch.full(affinity_LNE.shape[:2], -1, device=dense.device),
@@ -84,8 +83,7 @@ class LearnedAssignment:
         config, first = self.config, self.masking.first_layer
         learned = {"router": (self.router_LED, config.router_rate)}
         if config.learn_assignment:
-            rate = config.lr if config.lr_affinity is None else config.lr_affinity
-            learned["affinity"] = (self.affinity_LNE, rate)
+            learned["affinity"] = (self.affinity_LNE, config.lr)
         return [
             {"params": [(self.prefix + name, parameter)], "lr": rate, "first_layer": first}
             for name, (parameter, rate) in learned.items()

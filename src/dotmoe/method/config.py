@@ -139,8 +139,6 @@ class ObjectiveConfig:
     """Weight of the load-balancing loss (eq:balance_loss), averaged over layers."""
     surrogate: Surrogate = "soft_top_k"
     """Soft mask for the router's gradient: `softmax` (paper) or `soft_top_k` (rows sum to k)."""
-    surrogate_temperature: Annotated[float, above(0)] = 1.0
-    """Temperature of `soft_top_k`, in units of router logits."""
     router_dtype: Literal["float32", "model"] = "float32"
     """Dtype in which routers compute while they are trained, and are stored in alignment: `model`
     is the model's own (paper). Extraction, evaluation and exports route in float32."""
@@ -181,8 +179,6 @@ class ObjectiveConfig:
 class AlignConfig(ObjectiveConfig):
     """Options of the alignment stage."""
 
-    lr_affinity: Annotated[float, at_least(0)] | None = None
-    """Peak learning rate of the affinities; default: lr."""
     learn_assignment: bool = True
     """If false, keep the initial split and train only routers (as the random-split baseline)."""
 
@@ -194,9 +190,6 @@ class RepairConfig:
     repair_tokens: Annotated[int, at_least(1)] | None = None
     """Maximum number of training tokens that a repair is fitted to, drawn evenly over the text.
     Default: 40 for each input of a projection, such as a neuron of an FFN."""
-    repair_active_experts: tuple[Annotated[int, at_least(1)], ...] = ()
-    """Numbers of active experts (k) that a repair is fitted to, all with equal weight; only if one
-    target is split. Default: the layout's k."""
     repair_epochs: Annotated[int, at_least(0)] = 3
     """Number of passes over these tokens that train all three projections of each FFN after the
     refit, layer by layer, to the same end; 0: refit W_down only. Attention is only refitted."""
@@ -206,10 +199,9 @@ class RepairConfig:
 class FinetuneConfig(ObjectiveConfig):
     """Options of recovery training; here the paper's (tab:hyperparams_sft), others in recipes."""
 
-    train: Literal["everything", "router", "lora", "repair"] = "everything"
+    train: Literal["everything", "router", "lora"] = "everything"
     """everything: all weights and routers; router: only the routers; lora: low-rank adapters on
-    experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: fit FFNs
-    layer by layer to the dense model's residual stream, which uses no training options."""
+    experts and attention, and the routers (needs `pip install -e '.[lora]'`)."""
     steps: Annotated[int, at_least(1)] = 4578
     """Number of optimizer steps of the finetuning. 4578 steps of 128 x 2048 tokens are the paper's
     1.2B tokens."""

@@ -71,7 +71,6 @@ class Student(nn.Module):
         self.routing = Routing(
             active_experts=layout.active_experts,
             surrogate=config.surrogate,
-            surrogate_temperature=config.surrogate_temperature,
             own_dtype=config.router_dtype == "model",
             mean_if_unchosen=config.unchosen == "mean",
         )

@@ -5,7 +5,7 @@ Every method ends in an `ExpertLayout`, which is all that export, evaluation and
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +122,6 @@ class ExpertLayout:
     def shared_neurons(self, layer: int) -> Int[Tensor, " N"]:
         """Neuron numbers of a layer's shared expert, ascending; all neurons in a dense layer."""
         return (self.expert_of_neuron_LN[layer] == ALWAYS_ON).nonzero().squeeze(1)
-
-    def without_idlest(self, work_LE: Float[Tensor, "L E"], num_dropped: int) -> "ExpertLayout":
-        """A copy without the `num_dropped` experts of least `work_LE` in each split layer."""
-        experts, expert_LN = self.num_experts, self.expert_of_neuron_LN.clone()
-        router_LED = self.router_LED[:, : experts - num_dropped].clone()
-        for layer, work_E in zip(self.moe_layers, work_LE, strict=True):
-            kept_E = work_E.argsort(stable=True)[num_dropped:].sort().values
-            number_E = torch.full((experts + 2,), DROPPED)
-            number_E[kept_E], number_E[ALWAYS_ON] = torch.arange(len(kept_E)), ALWAYS_ON
-            expert_LN[layer] = number_E[expert_LN[layer]]
-            router_LED[layer] = self.router_LED[layer, kept_E]
-        return replace(self, expert_of_neuron_LN=expert_LN, router_LED=router_LED)
 
     @classmethod
     def load(cls, path: Path) -> "ExpertLayout":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dotmoe.common.distributed import product_in_float32
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.router import Routing, is_dense, kernels_for
+from dotmoe.method.router import Routing, is_dense
 from dotmoe.models.family import SILU, TARGETS, Activation, DenseModel, GatedFFN
 from dotmoe.models.hooks import computing, input_hooks
 
@@ -147,8 +147,7 @@ def masked_activation(
     """H * (R M^T), H = activation(gate) * up, with straight-through gradients for R and M.
 
     These are eq:moe_output and eq:assignment_ste. With a hard M, R M^T is a gather,
-    `R[:, expert_of_neuron]`. On CUDA one Triton kernel does all of it. The plan's values are not
-    read: it only receives M's gradient.
+    `R[:, expert_of_neuron]`. The plan's values are not read: it only receives M's gradient.
 
     Gradient:
         With G = dL/d(mask) = dL/d(out) * H, R receives the sum of G over each expert's neurons, and
@@ -174,26 +173,16 @@ class _MaskedActivation(torch.autograd.Function):
         routing = routing_TE.to(gate.dtype)
         ctx.save_for_backward(gate, up, routing, expert_of)
         ctx.dtypes, ctx.activation = (routing_TE.dtype, getattr(plan, "dtype", None)), activation
-        if (kernels := kernels_for(gate)) is not None:
-            kernel = kernels.masked_activation
-            (fused,) = kernels.over_neurons(kernel, 1, activation, gate, up, routing, expert_of)
-            return fused  # type: ignore[no-any-return]
         return activation.apply(gate).mul_(up).mul_(routing.index_select(1, expert_of))
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, routing, expert_of = ctx.saved_tensors
-        if (kernels := kernels_for(gate)) is not None:
-            grad_gate, grad_up, grad_mask = kernels.over_neurons(
-                kernels.masked_activation_gradient,
-                *(3, ctx.activation, grad_TN, gate, up, routing, expert_of),
-            )
-        else:
-            activated = ctx.activation.apply(gate)
-            grad_mask = (activated * up).mul_(grad_TN)
-            grad_hidden = routing.index_select(1, expert_of).mul_(grad_TN)
-            grad_up = activated.mul_(grad_hidden)
-            grad_gate = ctx.activation.backward(grad_hidden.mul_(up), gate)
+        activated = ctx.activation.apply(gate)
+        grad_mask = (activated * up).mul_(grad_TN)
+        grad_hidden = routing.index_select(1, expert_of).mul_(grad_TN)
+        grad_up = activated.mul_(grad_hidden)
+        grad_gate = ctx.activation.backward(grad_hidden.mul_(up), gate)
         grad_routing = grad_plan = None
         routing_dtype, plan_dtype = ctx.dtypes
         if ctx.needs_input_grad[2]:

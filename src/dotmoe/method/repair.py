@@ -1,11 +1,9 @@
 """Repair by layers: refit W_down and W_O under the masks in closed form, then train the FFNs."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +44,6 @@ def repair_tokens(config: RepairConfig, splits: Splits, dense_config: Any) -> in
     """Number of tokens: `repair_tokens`, or the default for the projections of these splits."""
     inputs = [TARGETS[split.target].inputs(dense_config) for split in splits]
     return config.repair_tokens or _TOKENS_AN_INPUT * max(inputs)
-
-
-def require_active_experts(config: RepairConfig, splits: Splits) -> None:
-    """Raise a `UserError` for a k out of range, or if k is given for two targets at once."""
-    ks = config.repair_active_experts
-    if ks and len(splits) > 1:
-        raise UserError(
-            f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention each "
-            "have their own k. Leave it out."
-        )
-    if max(ks, default=0) > (most := splits[0].num_experts):
-        raise UserError(
-            f"repair_active_experts is {max(ks)}, but the layout has {most} experts per layer. "
-            f"Choose 1 to {most}."
-        )
 
 
 class NormalEquations:
@@ -110,10 +93,6 @@ class LayerProblem:
     """Its output projection."""
     norm: nn.Module
     """The norm (or identity) between the block and the stream, before a residual multiplier."""
-    with_active_experts: Callable[[int], AbstractContextManager[None]]
-    """Context in which the masks run so many experts."""
-    ks: Sequence[int]
-    """Numbers of active experts to repair for, with equal weight."""
     fitted: NormalEquations
     heldout: NormalEquations
     x_TD: Tensor
@@ -161,10 +140,9 @@ def train(
 ) -> tuple[dict[str, Tensor], float]:
     """An FFN's weights, trained if held-out tokens gain, and the share of error left on them.
 
-    Adam starts from the `refitted` weights and takes `epochs` passes over the tokens to fit; its
-    steps cycle through the problem's k.
+    Adam starts from the `refitted` weights and takes `epochs` passes over the tokens to fit.
     """
-    x_TD, wanted_TD, num, ks = problem.x_TD, problem.wanted_TD, problem.num_fitted, problem.ks
+    x_TD, wanted_TD, num = problem.x_TD, problem.wanted_TD, problem.num_fitted
     device = problem.weight_T.device
     dense = {name: weight.float() for name, weight in problem.block.named_parameters()}
     start = dense | {name: weight.float() for name, weight in refitted.items()}
@@ -177,11 +155,8 @@ def train(
         return (square_T * problem.weight_T[rows_T.to(device)]).sum()
 
     def heldout_error(weights: Mapping[str, Tensor]) -> float:
-        total, parts = 0.0, torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
-        for k in ks:
-            with problem.with_active_experts(k):
-                total += sum(float(error(weights, rows_T)) for rows_T in parts)
-        return total
+        parts = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
+        return sum(float(error(weights, rows_T)) for rows_T in parts)
 
     groups = [
         {"params": p, "lr": _RATE * float(p.detach().square().mean().sqrt())}
@@ -197,7 +172,7 @@ def train(
     for step in range(steps):
         if step % a_pass == 0:
             batches = torch.split(torch.randperm(num, generator=generator), batch)
-        with problem.with_active_experts(ks[step % len(ks)]), torch.enable_grad():
+        with torch.enable_grad():
             loss = error(trained, batches[step % a_pass]) / batch
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -238,10 +213,9 @@ def repair(
     Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
     (and, with attention, each `target`) the metrics of `refit`, and for a trained FFN the
     `trained_error`: its held-out error relative to that of the dense weights. Raises a `UserError`
-    if there is too little text, or a k is out of range.
+    if there is too little text.
     """
     dense.require("memory", "disk")
-    require_active_experts(config, splits_in(layouts))
     streams, stored = _Streams(dense, layouts, blocks, config), Tensors.of(dense)
     metrics = list[dict[str, Any]]()
     for index, target, problem, use in streams.problems():
@@ -261,7 +235,7 @@ def repair(
             error = f"error {metrics[-1]['heldout_error']:.3f}"
             on_progress(index + 1, layouts[0].num_layers, error)
     save_layouts(layouts, folder)
-    served = [*config.repair_active_experts] or [layout.active_experts for layout in layouts]
+    served = [layout.active_experts for layout in layouts]
     record = {"tokens": streams.num_tokens, "active_experts": served, "layers": metrics}
     write_json(folder / METRICS, record)
     return record
@@ -349,32 +323,30 @@ class _Streams:
     def _problem(self, index: int, masking: Masking) -> LayerProblem:
         """The problem of one part of the layer that the dense stream went through last."""
         target, layer = TARGETS[masking.target], self._layers[index]
-        ks = self._config.repair_active_experts or (masking.routing.active_experts,)
         is_ffn = target.name == "ffn"
         norm, output = self._model.family.norm_after(layer, target), target.output(layer)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
         weight_BT = self._token_weights(dense_BTD)
         sizes = output.in_features, output.out_features, self._device
         sums = NormalEquations(*sizes), NormalEquations(*sizes)
-        inputs, wanted = dict[int, Tensor](), dict[int, Tensor]()  # same for any k, up to rounding
+        inputs, wanted = list[Tensor](), list[Tensor]()
         seen, tapped = dict[int, Tensor](), list[tuple[Tensor, Tensor]]()
         tap = output.register_forward_hook(
             lambda module, args, output: tapped.append((args[0].float(), output.float()))
         )
         places = {0: target.block(layer)} | ({} if is_ffn else {1: self._after_attention(index)})
         with tap, input_hooks(places, seen.__setitem__):
-            for k, part in product(ks, self._parts):
-                with with_active_experts(masking, k):
-                    behind_BTD = self._converted.after(index, part)
+            for part in self._parts:
+                behind_BTD = self._converted.after(index, part)
                 reached_BTD = behind_BTD if is_ffn else seen[1]
                 missing_BTD = dense_BTD[part].to(self._device).float() - reached_BTD.float()
                 missing_TD = missing_BTD.flatten(0, 1) / self._traits.multipliers.residual
                 hidden_TN, product_TD = (each.flatten(0, -2) for each in tapped.pop())
                 weight_T = weight_BT[part].flatten()
                 if is_ffn and self._config.repair_epochs:
-                    inputs[part.start] = seen[0].flatten(0, 1).cpu()
+                    inputs.append(seen[0].flatten(0, 1).cpu())
                     wanted_TD = missing_TD + norm(product_TD)
-                    wanted[part.start] = wanted_TD.to(self._dense.hidden_BTD)
+                    wanted.append(wanted_TD.to(self._dense.hidden_BTD))
                 if self._traits.norms_after:
                     gain_D = self._model.family.gain(norm)
                     missing_TD, scale_T = _before_norm(missing_TD, product_TD, gain_D)
@@ -386,12 +358,10 @@ class _Streams:
             block=target.block(layer),
             output=output,
             norm=norm,
-            with_active_experts=partial(with_active_experts, masking),
-            ks=ks,
             fitted=sums[0],
             heldout=sums[1],
-            x_TD=torch.cat([*inputs.values()]) if inputs else nothing,
-            wanted_TD=torch.cat([*wanted.values()]) if wanted else nothing,
+            x_TD=torch.cat(inputs) if inputs else nothing,
+            wanted_TD=torch.cat(wanted) if wanted else nothing,
             weight_T=weight_BT.flatten(),
             num_fitted=self._num_fitted * dense_BTD.shape[1],
         )
@@ -406,17 +376,6 @@ class _Streams:
         parts = [1 / dense_BTD[part].float().square().mean(2) for part in self._parts]
         weight_BT = torch.cat(parts)
         return (weight_BT / weight_BT.median()).clamp(max=_LARGEST_WEIGHT).to(self._device)
-
-
-@contextmanager
-def with_active_experts(masking: Masking, k: int) -> Iterator[None]:
-    """Within this context, the masks run `k` experts per token."""
-    before = masking.routing
-    masking.routing = replace(before, active_experts=k)
-    try:
-        yield
-    finally:
-        masking.routing = before
 
 
 def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:

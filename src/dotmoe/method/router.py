@@ -1,7 +1,5 @@
 """Token-to-expert routing: logits, the binary top-k mask, its soft surrogates, its losses."""
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +28,6 @@ class Routing:
     active_experts: int
     surrogate: Surrogate | None = None
     """Soft mask that provides the mask's gradient; None: the mask has no gradient."""
-    surrogate_temperature: float = 1.0
     own_dtype: bool = False
     """True: logits are computed in the dtype of the router's rows (paper), not in float32."""
     mean_if_unchosen: bool = True
@@ -45,9 +42,7 @@ class Routing:
 
     def route(self, logits_TE: Float[Tensor, "T E"]) -> Routed:
         """Route the tokens of one layer (eq:router_topk, eq:router_ste)."""
-        routed = straight_through_top_k(
-            logits_TE, self.active_experts, self.surrogate, self.surrogate_temperature
-        )
+        routed = straight_through_top_k(logits_TE, self.active_experts, self.surrogate)
         if self.surrogate is not None:
             # Computed even if not collected: a recomputed layer must repeat the same operations.
             losses = {name: loss(logits_TE, routed[0]) for name, loss in ROUTER_LOSSES.items()}
@@ -164,10 +159,7 @@ def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Te
 
 
 def straight_through_top_k(
-    logits_TE: Float[Tensor, "T E"],
-    active_experts: int,
-    surrogate: Surrogate | None,
-    temperature: float = 1.0,
+    logits_TE: Float[Tensor, "T E"], active_experts: int, surrogate: Surrogate | None
 ) -> Routed:
     """The binary top-k mask, with the gradient of a soft mask or with none (eq:router_ste)."""
     chosen_TK = logits_TE.detach().topk(active_experts, dim=1).indices
@@ -177,7 +169,7 @@ def straight_through_top_k(
     if surrogate == "softmax":
         soft = torch.softmax(logits_TE, dim=1)
     else:
-        soft = soft_top_k(logits_TE / temperature, active_experts)
+        soft = soft_top_k(logits_TE, active_experts)
     # The added term is exactly 0 and carries the gradient of the surrogate.
     return mask_TE + (soft - soft.detach()), chosen_TK
 
@@ -224,9 +216,6 @@ def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
     *_, kth_T, next_T = logits_TE.topk(active_experts + 1, dim=1).values.unbind(1)
     low = next_T.unsqueeze(1) - math.log(active_experts + 1)
     high = kth_T.unsqueeze(1) + math.log(num_experts)
-    if (kernels := kernels_for(logits_TE)) is not None:
-        fused: Tensor = kernels.soft_top_k(logits_TE, low, high, active_experts, _ITERATIONS)
-        return fused
     theta = (low + high) / 2
     for _ in range(_ITERATIONS):
         soft = torch.sigmoid(logits_TE - theta)
@@ -241,11 +230,3 @@ def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
         inside = (newton >= low) & (newton <= high)
         theta = torch.where(inside, newton, (low + high) / 2)
     return torch.sigmoid(logits_TE - theta)
-
-
-def kernels_for(tensor: Tensor) -> Any:
-    """`dotmoe.method.triton_kernels` if it supports the tensor's device and dtype, else None."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    if not tensor.is_cuda or tensor.dtype not in dtypes or not importlib.util.find_spec("triton"):
-        return None
-    return importlib.import_module("dotmoe.method.triton_kernels")

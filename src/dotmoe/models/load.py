@@ -179,7 +179,10 @@ def dense_config(source: str) -> tuple[Any, Path]:
     if not path.is_file():
         raise UserError(f"{folder} holds no config.json. Name a Hugging Face checkpoint folder.")
     plain = read_json(path)
-    model_type = str(plain.get("model_type", ""))
+    if not (model_type := str(plain.get("model_type", ""))):
+        is_run = (folder / "manifest.json").is_file()
+        what = "is of a dotmoe run, not of a model" if is_run else "names no model_type"
+        raise UserError(f"{path} {what}. Name the folder of a dense checkpoint.")
     text = plain.get("text_config")
     types = {model_type, str(text.get("model_type")) if isinstance(text, dict) else ""}
     if not types & FAMILIES.keys():  # Transformers may not know it

@@ -1,7 +1,7 @@
 """`convert`, `finetune` and `prune`: their stages in order, each recorded in the run folder.
 
 convert:   tokenise -> calibrate -> align -> extract (-> repair) -> export -> evaluate -> report
-finetune:  tokenise -> finetune or repair -> export -> evaluate -> report
+finetune:  tokenise -> finetune -> export -> evaluate -> report
 prune:     tokenise -> prune -> evaluate
 """
 
@@ -55,7 +55,7 @@ from dotmoe.method.layout import (
     splits_in,
 )
 from dotmoe.method.masked import masked_by
-from dotmoe.method.repair import METRICS, repair, repair_tokens, require_active_experts
+from dotmoe.method.repair import METRICS, repair, repair_tokens
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.load import describe_dense, left_on_disk, load_dense, load_here, trained_model
@@ -129,7 +129,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         layouts, weights = tuple(each.layout for each in extracted), dense
         metrics: dict[str, Any] = {"steps": 0 if states is None else states[0].step}
         if config.repair:
-            metrics["repair"] = run.repair("repair", dense, layouts)
+            metrics["repair"] = run.repair(dense, layouts)
             weights = run.trained("repair", dense)
         run.export(dense, weights, layouts)
         run.evaluate(dense, layouts, lambda: metrics | _measure_unexported(run, dense, extracted))
@@ -165,32 +165,24 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config))
             source, converted = raise_on_all_ranks(lambda: _source(config))
-            repairs, layouts = config.finetune.train == "repair", source.layouts
-            training = replace(config.finetune, steps=0) if repairs else config.finetune
-            run = _Run(config, converted, training, progress)
+            run = _Run(config, converted, config.finetune, progress)
             if run.start(work, source):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
-            splits = splits_in(layouts)
+            splits = splits_in(source.layouts)
             raise_on_all_ranks(lambda: require_exportable(dense, splits, config.export))
             raise_on_all_ranks(lambda: _require_unedited(source))
-            tokens = repair_tokens(config.repairing, splits, dense.config) if repairs else 0
-            run.tokenise(dense, tokens, beside=source.text)
-            if repairs:
-                dense = left_on_disk(dense, config.load)
-                repaired = run.repair("finetune", dense, layouts)
-                metrics = {"steps": 0, "tokens": repaired["tokens"], "repair": repaired}
-            else:
-                layouts = _train(run, dense, source)
-                blocks = run.text.training
-                steps = training.schedule(blocks.num_blocks).steps
-                metrics = {"steps": steps, "tokens": steps * training.batch_size * blocks.seq_len}
+            run.tokenise(dense, 0, beside=source.text)
+            layouts, blocks = _train(run, dense, source), run.text.training
+            steps = config.finetune.schedule(blocks.num_blocks).steps
+            tokens = steps * config.finetune.batch_size * blocks.seq_len
+            metrics = {"steps": steps, "tokens": tokens}
         if not run.is_rank_zero:
             return run.conversion()
         if source.has_own_weights and not config.eval_text and source.folder.has("evaluate"):
             measured = read_json(source.folder.verified("evaluate") / RESULTS)
             metrics["frozen"] = measured["frozen"]  # on the same text, before the repair
-        before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
+        before = "repaired" if source.has_own_weights else "converted"
         earlier = {before: source.folder.stage("export")} if source.folder.has("export") else {}
         dense = left_on_disk(dense, config.load)
         run.export(dense, run.trained("finetune", dense), layouts)
@@ -315,15 +307,15 @@ class _Run:
                 step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in losses)
             )
 
-    def repair(self, stage: str, dense: DenseModel, layouts: Layouts) -> dict[str, Any]:
-        """Run a stage that repairs the dense weights under the layouts' masks; its metrics."""
+    def repair(self, dense: DenseModel, layouts: Layouts) -> dict[str, Any]:
+        """Run the stage that repairs the dense weights under the layouts' masks; its metrics."""
 
         def make(folder: Path) -> dict[str, Any]:
             blocks, how = self.text.training, self.config.repairing
             with self.progress.bar("repair") as update:
                 return repair(dense, layouts, blocks, how, folder=folder, on_progress=update)
 
-        return self.stage(stage, lambda folder: read_json(folder / METRICS), make)
+        return self.stage("repair", lambda folder: read_json(folder / METRICS), make)
 
     def trained(self, stage: str, dense: DenseModel) -> DenseModel:
         """The dense model with the weights that a stage wrote, left on disk."""
@@ -419,12 +411,10 @@ def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
 
 
 def splits_for(config: RunConfig, dense: DenseModel) -> Splits:
-    """The splits of a conversion; refused if they do not suit the model, export or repair."""
+    """The splits of a conversion; refused if they do not suit the model or export."""
     requested = _requested_splits(config, dense)
     splits = tuple(baselines.granularity_of(config.method, split) for split in requested)
     require_exportable(dense, splits, config.export)
-    if config.repair:
-        require_active_experts(config.repairing, splits)
     return splits
 
 
@@ -442,24 +432,17 @@ def _requested_splits(config: RunConfig, dense: DenseModel) -> Splits:
 
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     """The run to finetune, and its config with the text sources of the finetuning."""
-    repairs = config.finetune.train == "repair"
     if config.finetune.train == "lora":
         require_package("peft", "lora", "train lora")
-    if repairs:
-        require_one_process("a repair")
     source = FinishedRun(Path(config.run))
     if not isinstance(source.config, RunConfig):
         raise UserError(
             f"{config.run} is finetuned already. Name the dotmoe convert run it was made from."
         )
-    if source.has_own_weights and repairs:
-        raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
-    if repairs:
-        require_active_experts(config.repairing, splits_in(source.layouts))
-    elif targets_of(splits_in(source.layouts)) != "ffn":
+    if targets_of(splits_in(source.layouts)) != "ffn":
         raise UserError(
-            f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
-            "can be repaired but not trained further yet. Set --train repair."
+            f"{config.run} has experts made of heads, which cannot be trained further yet. Convert "
+            "with --repair, or with --targets ffn."
         )
     data = replace(source.config.data, seq_len=config.data.seq_len)
     return source, replace(source.config, data=config.data if config.data.data else data)

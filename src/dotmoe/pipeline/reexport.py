@@ -1,24 +1,17 @@
-"""Export a finished run again: in another format or dtype, with another k or fewer experts."""
+"""Export a finished run again: in another format or dtype, with another k."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from dotmoe.common.errors import UserError
 from dotmoe.common.files import new_folder
 from dotmoe.common.options import check
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.record import ExportRecord, set_active_experts
 from dotmoe.export.write import export
-from dotmoe.measure.analyse.run import expert_energies
-from dotmoe.method.layout import ExpertLayout
-from dotmoe.models.family import DenseModel
 from dotmoe.models.load import left_on_disk
 from dotmoe.run.config import ReexportConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import export_folder
-
-LOAD_TOKENS = 16384
-"""Number of training tokens on which the energy of experts is measured to drop some."""
 
 
 def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportRecord:
@@ -37,13 +30,6 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     dense = left_on_disk(described, config.load)
     if config.active_experts is not None:
         layout = replace(layout, active_experts=config.active_experts)
-    if config.drop_experts:
-        if layout.target != "ffn" or others:
-            raise UserError(
-                f"drop_experts is {config.drop_experts}, but {config.run} has experts made of "
-                "heads, all of which are kept. Leave it out."
-            )
-        layout = _without_idlest(run, layout, dense, config.drop_experts, on_progress)
     origin = None
     if run.has_own_weights:
         revision = run.folder.manifest.get("revision")
@@ -52,17 +38,3 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     return export(
         dense, layouts, out, config.export, tokens_BT, origin=origin, on_progress=on_progress
     )
-
-
-def _without_idlest(
-    run: FinishedRun, layout: ExpertLayout, dense: DenseModel, num: int, on_progress: Update
-) -> ExpertLayout:
-    """The layout without the `num` experts per layer with the least energy on the run's text."""
-    most = layout.num_experts - layout.active_experts
-    if num > most:
-        raise UserError(
-            f"drop_experts is {num}, but {layout.active_experts} of {layout.num_experts} experts a "
-            f"layer run for a token. Choose at most {most}, or a smaller active_experts."
-        )
-    tokens_BT = run.text.training.drawn(LOAD_TOKENS)
-    return layout.without_idlest(expert_energies(dense, layout, tokens_BT, on_progress), num)

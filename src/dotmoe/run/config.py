@@ -83,7 +83,6 @@ class FinetuneRunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     """Text to train on. Default: the sources of RUN, read as RUN did."""
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
-    repairing: RepairConfig = field(default_factory=RepairConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
@@ -96,7 +95,9 @@ class FinetuneRunConfig:
     """Seed of the data order and of the initial adapters."""
 
     def check_together(self) -> None:
-        """Refuse options for reading a text if no text is named, and to train nothing."""
+        """Refuse options for reading a text if no text is named, to train nothing, RUN as OUT."""
+        if self.run == self.out:
+            raise UserError(f"RUN and OUT are both {self.run}. Name a new folder as OUT.")
         if self.finetune.train == "router" and self.finetune.router_rate == 0:
             raise UserError("lr_router is 0, but train is router: nothing would learn. Raise it.")
         if not self.data.data and self.data != DataConfig(seq_len=self.data.seq_len):
@@ -162,9 +163,6 @@ class ReexportConfig:
     """Change the k of an export in place of writing another; its weights stay the same."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Number of experts that run per token (k), 1 to E. Default: that of the run."""
-    drop_experts: Annotated[int, at_least(0)] = 0
-    """Number of experts to leave out of each split layer: those with the least output energy on
-    the run's text, at most E - k. Files become smaller; the same number of neurons runs."""
     export: GgufConfig = field(default_factory=GgufConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
@@ -184,7 +182,7 @@ class ReexportConfig:
         ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")
         options = [each for each in ignored if getattr(self.export, each) != getattr(plain, each)]
         if name == "gguf_dense":
-            options += [each for each in ("active_experts", "drop_experts") if getattr(self, each)]
+            options += ["active_experts"] * (self.active_experts is not None)
         for option in options:
             raise UserError(
                 f"--{option.replace('_', '-')} does not apply to format {name}. Leave it out."

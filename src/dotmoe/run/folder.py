@@ -59,8 +59,7 @@ RESULTS = "results.json"
 """The file that the evaluate stage writes; others in its folder come from other commands."""
 
 _MANIFEST, _CONFIG, _LOCK, _CHECKPOINTS = "manifest.json", "config.json", ".lock", "checkpoints"
-_UNCHECKED = (_CHECKPOINTS, "tensorboard", "wandb")
-_PROGRESS = ("metrics.jsonl", *_UNCHECKED)
+_PROGRESS = ("metrics.jsonl", _CHECKPOINTS)
 """Names that an unfinished stage resumes from, together with `*.parts`."""
 
 Config = TypeVar("Config")
@@ -242,7 +241,7 @@ class RunFolder:
         folder, files = self.stage(name), [RESULTS] if name == "evaluate" else []
         if name not in ("export", "evaluate"):
             paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-            files = [path.as_posix() for path in paths if path.parts[0] not in _UNCHECKED]
+            files = [path.as_posix() for path in paths if path.parts[0] != _CHECKPOINTS]
         for file in files:
             sync(folder / file)
         record = {

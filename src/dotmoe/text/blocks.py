@@ -307,7 +307,7 @@ def pack_sources(
     block, or a source cannot be used.
     """
     records = [source_record(source, weight) for source, weight in sources_of(config)]
-    files = [file for one in records for file in local_files(one["name"], config)]
+    files = [file for one in records for file in local_files(one["name"])]
     changed = [(str(file), file.stat().st_mtime_ns) for file in files]
     job = {"data": asdict(config), "max_tokens": max_tokens, "files": changed}
     with block_writer(path, config.seq_len, job) as writer:

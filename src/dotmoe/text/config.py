@@ -17,8 +17,9 @@ class DataConfig:
     this Python's standard library) or `python-stdlib-heldout` (the sixteenth of them that is held
     out); data sets of the `datasets` library, streamed (`allenai/c4:en`: the configuration follows
     the colon); `dolmino` (the paper's mix, from the hub; `dolmino:FOLDER`: a local copy); `self`:
-    text sampled from the dense model itself. `SOURCE@SPLIT#FIELD` sets the split and the text field
-    of one source."""
+    text sampled from the dense model itself. `SOURCE@SPLIT#FIELD` sets the split of
+    a `datasets` source or folder (train) and the field of a row that holds the text, or a chat as a
+    list of messages (the first of text, content, page, passage, document, messages)."""
     data_weights: tuple[Annotated[float, above(0)], ...] = ()
     """Mix the sources in these proportions of the tokens: one weight per source, with any sum. A
     source that runs out is not repeated; the others continue in their proportions. Default: read
@@ -29,11 +30,6 @@ class DataConfig:
     else 0."""
     data_seed: Annotated[int, at_least(0)] = 0
     """Seed of the shuffle buffer, and of text sampled from the dense model."""
-    text_field: str | None = None
-    """Field of a row that holds the text, or a chat as a list of messages. Default: the first of
-    text, content, page, passage, document, messages that the rows have."""
-    split: str = "train"
-    """Split of a `datasets` source or folder; files have none."""
     seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens per block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
 
@@ -44,7 +40,5 @@ class SampleConfig:
 
     sample_tokens: Annotated[int | None, at_least(2)] = None
     """Maximum number of tokens to sample for training. Default: as many as the steps use."""
-    sample_temperature: Annotated[float, above(0)] = 1.0
-    """Temperature that divides the logits; 1: the model's own distribution, without any cut-off."""
     sample_batch_size: Annotated[int, at_least(1)] = 16
     """Blocks sampled in one batch: more is faster but takes memory for their keys and values."""

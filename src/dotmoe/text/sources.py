@@ -35,6 +35,8 @@ FIELDS = ("text", "content", "page", "passage", "document", "messages")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 FORMATS = f".txt, .json, .jsonl (also with {', '.join(_COMPRESSIONS)}), .parquet"
 """Files that are read here, in words; `datasets` reads others."""
+_SPLIT = "train"
+"""Split of a source that names none."""
 _SPLITS = {
     "train": "train|training",
     "validation": "validation|valid|val|dev",
@@ -136,26 +138,26 @@ def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[s
         raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
     if name in (STDLIB, STDLIB_HELDOUT):
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
-    rows = _RowText(field or config.text_field, tokenizer)
-    files = local_files(source, config)
+    rows = _RowText(field or None, tokenizer)
+    files = local_files(source)
     if os.path.isdir(path):
         name = str(path)
     elif not files:
         _require_hub_name(name, path)
     if not files:
-        read = enumerate(_dataset_rows(name, split or config.split, size, seed), start=1)
+        read = enumerate(_dataset_rows(name, split or _SPLIT, size, seed), start=1)
         return (rows.text(row, f"row {number} of {name}") for number, row in read)
     if size:
         Random(seed).shuffle(files)
     return shuffled(_with_text(name, files, rows), size, seed)
 
 
-def local_files(source: str, config: DataConfig) -> list[Path]:
+def local_files(source: str) -> list[Path]:
     """Files that a source consists of; none for one that is not local, or `datasets` reads."""
     name, split, _ = _split_name(source)
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):
-        return _files_in(path, split, config.split)
+        return _files_in(path, split)
     return [path] if os.path.isfile(path) else []
 
 
@@ -314,11 +316,11 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def _files_in(folder: Path, split: str, default: str) -> list[Path]:
+def _files_in(folder: Path, split: str) -> list[Path]:
     """Files of text in a folder and those below it, by name; none if `datasets` must read it.
 
-    All have one format, that of most files. `split`, or the default if every file is named after a
-    split, selects those whose names contain it; else all are read. Raises `UserError` if none has
+    All have one format, that of most files. `split`, or train if every file is named after a split,
+    selects those whose names contain it; else all are read. Raises `UserError` if none has
     the split that is asked for.
     """
     readme = folder / "README.md"
@@ -337,7 +339,7 @@ def _files_in(folder: Path, split: str, default: str) -> list[Path]:
         word = re.compile(f"(?<![a-z])({_SPLITS.get(split, re.escape(split))})(?![a-z])")
         return [name for name in files if word.search(name.as_posix().lower())]
 
-    chosen = of(split or default)
+    chosen = of(split or _SPLIT)
     if split and not chosen:
         raise UserError(
             f"{folder} has no file whose name says {split}, but {files[0]} and {len(files) - 1} "
@@ -426,7 +428,7 @@ class _RowText(NamedTuple):
             wanted = repr(self.field) if self.field else f"any of {', '.join(FIELDS)}"
             raise UserError(
                 f"{place} has no field {wanted}; it has {', '.join(map(str, row)) or 'none'}. "
-                "Name one with text_field."
+                "Name one: SOURCE#FIELD."
             )
         text, place = row[field], f"{field!r} in {place}"
         if text is None:
@@ -434,7 +436,9 @@ class _RowText(NamedTuple):
         if isinstance(text, list) and all(isinstance(m, dict) and "role" in m for m in text):
             text = self._rendered(text, place)
         if not isinstance(text, str):
-            raise UserError(f"{place} is {type(text).__name__}, not text. Name another text_field.")
+            raise UserError(
+                f"{place} is {type(text).__name__}, not text. Name another field: SOURCE#FIELD."
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair
@@ -448,7 +452,7 @@ class _RowText(NamedTuple):
         if not getattr(self.tokenizer, "chat_template", None):
             why = "the model has no chat template" if self.tokenizer else "text is needed here"
             raise UserError(
-                f"{place} is a chat, but {why}. Write it as text, or name a text_field."
+                f"{place} is a chat, but {why}. Write it as text, or name a field: SOURCE#FIELD."
             )
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False)

@@ -221,8 +221,8 @@ def sample_blocks(
             digest = hashlib.sha256(f"{data.data_seed}/{first // size}".encode()).digest()
             seed = int.from_bytes(digest[:7], "little")
             generator = torch.Generator(dense.device).manual_seed(seed)
-            rows, temperature = min(size, num_blocks - first), config.sample_temperature
-            tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator)
+            rows = min(size, num_blocks - first)
+            tokens_BT = sampled_rows(dense, rows, data.seq_len, generator)
             writer.append(tokens_BT.flatten())
             writer.keep({})
             on_progress(min(writer.num_tokens, num_tokens), num_tokens)
@@ -235,13 +235,11 @@ def sample_blocks(
 
 
 @torch.no_grad()
-def sampled_rows(
-    dense: DenseModel, rows: int, seq_len: int, temperature: float, generator: torch.Generator
-) -> Tensor:
+def sampled_rows(dense: DenseModel, rows: int, seq_len: int, generator: torch.Generator) -> Tensor:
     """Independent samples of the model: int32, [rows, seq_len].
 
     A row begins with BOS or, if the tokenizer has none, with a token drawn uniformly from those
-    that are not special. Each later token is drawn from the model's softmax at `temperature` over
+    that are not special. Each later token is drawn from the model's softmax over
     the tokenizer's own tokens, given all tokens before it. After EOS a row continues with BOS if
     that is another token (a new document, as in packed text), else with what the model predicts.
     `generator` must be on the model's device.
@@ -261,7 +259,7 @@ def sampled_rows(
     for place in range(1, seq_len):
         last_B1 = tokens_BT[:, place - 1 : place]
         output = dense.model(input_ids=last_B1, **options)
-        logits_BV = output.logits[:, -1, :vocabulary].float() / temperature
+        logits_BV = output.logits[:, -1, :vocabulary].float()
         drawn_B1 = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
         if restarts:
             drawn_B1[last_B1 == eos] = bos

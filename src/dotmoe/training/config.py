@@ -1,33 +1,18 @@
 """Options of every training stage."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
-from dotmoe.common.errors import require_package
 from dotmoe.common.options import at_least
-
-Destination = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Checkpoints, bad losses and logs of every training stage; none changes what is learned."""
+    """Checkpoints of every training stage, which do not change what is learned."""
 
     checkpoint_every: Annotated[int, at_least(1)] | None = None
     """Steps between checkpoints, in addition to those half an hour after the last, at the end and
     on SIGTERM or Ctrl-C. None: only those."""
-    on_bad_loss: Literal["stop", "skip"] = "stop"
-    """What to do if a loss or gradient is not finite, or a loss explodes: `stop` with an error that
-    names the layer and the last checkpoint, or `skip` the batch."""
-    max_skipped: Annotated[int, at_least(0)] = 10
-    """Maximum number of batches skipped in a row; one more stops the run."""
-    log_to: tuple[Destination, ...] = ()
-    """Logs to write in addition to `metrics.jsonl`: `tensorboard`, `wandb`, or both."""
-
-    def check_together(self) -> None:
-        """Refuse logs whose package is not installed."""
-        for package in self.log_to:
-            require_package(package, package, f"log_to {package}")
 
 
 DEFAULT_TRAINING = TrainingConfig()

@@ -10,12 +10,10 @@ import hashlib
 import io
 import json
 import logging
-import math
 import os
 import shutil
-import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -41,7 +39,6 @@ from dotmoe.common.files import (
     with_checksum,
     write_text,
 )
-from dotmoe.training.config import Destination
 
 logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
@@ -178,23 +175,14 @@ def _cause_of(error: CheckpointException) -> BaseException:
 
 
 @contextmanager
-def loggers(
-    folder: Path, destinations: Sequence[Destination], steps_taken: int
-) -> Iterator[list[OnStep]]:
-    """Within this context, one callback for each log of a stage; none on ranks other than 0.
+def metrics_log(folder: Path, steps_taken: int) -> Iterator[OnStep]:
+    """Within this context, a callback that writes a step to `metrics.jsonl`; only rank 0 writes.
 
-    Entries after the checkpoint's steps (`steps_taken`) are removed, except from Weights & Biases,
-    which ignores steps that it already has.
+    Entries after the checkpoint's steps (`steps_taken`) are removed.
     """
-    kinds = {"file": _json_lines, "tensorboard": _tensorboard, "wandb": _weights_and_biases}
-    wanted = ("file", *dict.fromkeys(destinations)) if is_rank_zero() else ()
-    with ExitStack() as stack:
-        yield [stack.enter_context(kinds[name](folder, steps_taken)) for name in wanted]
-
-
-@contextmanager
-def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
-    """Write one JSON object per step; null stands for NaN and infinity, which JSON lacks."""
+    if not is_rank_zero():
+        yield lambda step, metrics: None
+        return
     path = folder / "metrics.jsonl"
     path.touch()
     with path.open("rb") as lines:
@@ -203,8 +191,7 @@ def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
     with path.open("a", encoding="utf-8") as file:
 
         def log(step: int, metrics: Metrics) -> None:
-            values = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
-            file.write(json.dumps({"step": step, **values}) + "\n")
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
             file.flush()
 
         yield log
@@ -216,45 +203,3 @@ def _is_of(line: bytes, steps_taken: int) -> bool:
         return line.endswith(b"\n") and bool(json.loads(line)["step"] <= steps_taken)
     except (ValueError, KeyError):
         return False
-
-
-@contextmanager
-def _tensorboard(folder: Path, steps_taken: int) -> Iterator[OnStep]:
-    from torch.utils.tensorboard import SummaryWriter
-
-    where = str(folder / "tensorboard")
-    with SummaryWriter(where, purge_step=steps_taken + 1, flush_secs=10) as writer:
-
-        def log(step: int, metrics: Metrics) -> None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-
-        yield log
-
-
-@contextmanager
-def _weights_and_biases(folder: Path, steps_taken: int) -> Iterator[OnStep]:
-    """Log to a run that a resumed stage continues; `WANDB_MODE=offline` and the like apply."""
-    import wandb
-
-    id_file = folder / "wandb" / "id"  # a resumed stage keeps a folder of this name
-    id_file.parent.mkdir(exist_ok=True)
-    if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
-    try:
-        run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "dotmoe"),
-            name=f"{folder.resolve().parent.name}/{folder.name}",
-            id=id_file.read_text(encoding="utf-8"),
-            dir=str(folder),
-            resume="allow",
-        )
-    except wandb.errors.Error as error:
-        raise UserError(
-            f"Weights & Biases cannot start ({error}). Log in with wandb login, set "
-            "WANDB_MODE=offline, or leave --log-to wandb out."
-        ) from error
-    try:
-        yield lambda step, metrics: run.log(metrics, step=step)
-    finally:
-        run.finish()

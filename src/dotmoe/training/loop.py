@@ -29,7 +29,7 @@ from dotmoe.common.distributed import (
 )
 from dotmoe.common.errors import Interrupted, UserError
 from dotmoe.training.config import DEFAULT_TRAINING, Schedule, TrainingConfig
-from dotmoe.training.folder import Checkpoints, Metrics, OnStep, loggers
+from dotmoe.training.folder import Checkpoints, Metrics, OnStep, metrics_log
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def train(
         first_step = saved["step"]
         task.micro_batch_size = min(task.micro_batch_size, saved["micro_batch_size"])
         watch = LossWatch(**saved["losses"])
-    with loggers(folder, training.log_to, first_step) as logs, stop_requests() as signals:
+    with metrics_log(folder, first_step) as log, stop_requests() as signals:
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
             before = {name: tensor.clone() for name, tensor in task.state().items()}
@@ -135,16 +135,12 @@ def train(
             if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
                 place = _worst_place(optimizer)  # all ranks together
                 what = f"{trouble or 'a loss is bad'} at step {step + 1}; {place}."
-                raise_on_all_ranks(partial(_skip_or_stop, what, watch, training, checkpoints))
-                _undo(task, optimizer, before)
-            else:
-                update(optimizer, schedule.max_grad_norm, norm, rate)
-                watch.accept(metrics["loss"])
-            if training.on_bad_loss == "skip":
-                metrics["skipped"] = float(watch.skipped)
+                raise_on_all_ranks(partial(_stop, what, checkpoints))
+            update(optimizer, schedule.max_grad_norm, norm, rate)
+            watch.accept(metrics["loss"])
             metrics["seconds"] = time.perf_counter() - started
-            for log in (*logs, on_step):
-                log(step + 1, metrics)
+            log(step + 1, metrics)
+            on_step(step + 1, metrics)
             is_due = (step + 1) % (training.checkpoint_every or schedule.steps) == 0
             is_due |= time.monotonic() - last_save >= _CHECKPOINT_SECONDS
             # Whether any rank has received a signal, and whether rank 0 wants a checkpoint.
@@ -182,9 +178,6 @@ class LossWatch:
 
     recent: list[float] = field(default_factory=list)
     largest: float = -math.inf
-    skipped: int = 0
-    """Number of batches skipped so far."""
-    skipped_in_a_row: int = 0
 
     def trouble_in(self, metrics: Metrics) -> str | None:
         """Description of what is wrong with a step's metrics; None if nothing is."""
@@ -203,7 +196,6 @@ class LossWatch:
         """Remember the loss of a step that was applied."""
         self.recent = [*self.recent, loss][-64:]
         self.largest = max(self.largest, loss)
-        self.skipped_in_a_row = 0
 
 
 def _gradients(
@@ -254,23 +246,11 @@ def _worst_place(optimizer: torch.optim.Optimizer) -> str:
     return f"the largest gradient is that of {where}"
 
 
-def _skip_or_stop(
-    what: str, watch: LossWatch, training: TrainingConfig, checkpoints: Checkpoints
-) -> None:
-    """Count a bad batch, or raise the error that ends the run."""
-    remedy = "Start"
-    if training.on_bad_loss == "stop":
-        remedy = "Give --on-bad-loss skip to go on without such batches, or start"
-    elif (most := watch.skipped_in_a_row) == training.max_skipped:
-        what += f" {most} batches before it were skipped in a row, which is max_skipped."
-    else:
-        watch.skipped += 1
-        watch.skipped_in_a_row += 1
-        logger.warning("%s The batch is skipped.", what)
-        return
+def _stop(what: str, checkpoints: Checkpoints) -> None:
+    """Raise the error that ends a run whose loss or gradient is bad."""
     last = max(checkpoints.folder.glob("step_*"), default=None)
     saved = "There is no checkpoint yet" if last is None else f"The last good checkpoint is {last}"
-    raise UserError(f"{what} {saved}. {remedy} again with a lower lr or max_grad_norm.")
+    raise UserError(f"{what} {saved}. Start again with a lower lr or max_grad_norm.")
 
 
 def adamw(task: Task) -> torch.optim.AdamW:

@@ -1,23 +1,19 @@
 """Stage analyse: examine the experts of a finished run; writes `6_evaluate/analysis/NAME.json`."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 from dotmoe.common.errors import UserError, nearest, require_package
-from dotmoe.common.files import Values, read_json, sha256_of, write_json
-from dotmoe.common.options import checked, values_of
+from dotmoe.common.files import Values, write_json
+from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
-from dotmoe.measure.analyse.experts import SEED, outputs_tsne, sensitivity, utilisation
+from dotmoe.measure.analyse.experts import SEED, outputs_tsne, utilisation
 from dotmoe.measure.analyse.overhead import profile
 from dotmoe.measure.analyse.run import AnalysedRun, Findings
 from dotmoe.measure.config import AnalyseConfig
 from dotmoe.method.granularity import targets_of
 from dotmoe.method.layout import splits_in
 from dotmoe.run.folder import provenance
-
-FORM = 4
-"""Version of the result files. Raise it when their content changes, so that they are remade."""
 
 
 class Analysis(NamedTuple):
@@ -41,7 +37,6 @@ ANALYSES = {
         "sklearn",
         targets=("ffn", "both"),
     ),
-    "layer_sensitivity": Analysis("Loss added by splitting each layer alone", sensitivity),
     "overhead_profile": Analysis(
         "Time of an alignment step, by part", profile, of_text=False, targets=("ffn",)
     ),
@@ -52,7 +47,7 @@ ANALYSES = {
 def analyse(
     config: AnalyseConfig, progress: Progress | None = None, command: str | None = None
 ) -> dict[str, Values]:
-    """Run each analysis that has no stored result for the same inputs, and write its result file.
+    """Run each analysis and write its result file.
 
     `command` is the command line as typed, to be recorded in the result.
     Returns the contents of the result files by name, without analyses that do not apply to the run.
@@ -69,13 +64,6 @@ def analyse(
     run = AnalysedRun(config, progress or Progress(quiet=True))
     results: dict[str, Values] = {}
     with run.folder.alone():
-        inputs: Values = {
-            "form": FORM,
-            **{k: v for k, v in values_of(config).items() if k not in ("run", "only")},
-            "layout": run.fingerprints["layout"],
-            "heldout": sha256_of(run.folder.stage("data") / "heldout.safetensors"),
-            "metrics": run.aligned and sha256_of(run.aligned.stage("align") / "metrics.jsonl"),
-        }
         for name in config.only or ANALYSES:
             try:
                 _require(run, name)
@@ -84,7 +72,7 @@ def analyse(
                     raise
                 run.progress.log(f"{name} is left out: {error}")
             else:
-                results[name] = _result(run, name, inputs, command)
+                results[name] = _result(run, name, command)
     return results
 
 
@@ -105,15 +93,9 @@ def _require(run: AnalysedRun, name: str) -> None:
         )
 
 
-def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) -> Values:
-    """Contents of an analysis's result file: read from disk if it was made from the same inputs."""
+def _result(run: AnalysedRun, name: str, command: str | None) -> Values:
+    """Contents of an analysis's result file, which it writes."""
     analysis = ANALYSES[name]
-    file = run.folder.stage("evaluate") / "analysis" / f"{name}.json"
-    with suppress(UserError):  # missing or damaged: the analysis runs again
-        stored = read_json(file)
-        if stored.get("inputs") == inputs:
-            run.progress.log(f"{name} is there already")
-            return stored
     run.progress.log(f"{name}:")
     values, sentences = analysis.make(run)
     result = {
@@ -124,9 +106,8 @@ def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) ->
         "text": list(run.text.heldout_name) if analysis.of_text else [],
         "values": values,
         "says": sentences,
-        "inputs": inputs,
         "command": command,
         "provenance": provenance(SEED),
     }
-    write_json(file, result)
+    write_json(run.folder.stage("evaluate") / "analysis" / f"{name}.json", result)
     return result

@@ -1,4 +1,4 @@
-"""Analyses of the experts: load, outputs, loss added by each layer."""
+"""Analyses of the experts: load and outputs."""
 
 import math
 from typing import Any
@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dotmoe.common.tables import figure
-from dotmoe.measure.analyse.run import FORWARD_TOKENS, AnalysedRun, Findings, router_inputs
-from dotmoe.measure.evaluate.models import stock_nats
+from dotmoe.measure.analyse.run import AnalysedRun, Findings, router_inputs
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.method.masked import masked, maskings_of
 from dotmoe.models.family import GatedFFN
 
 UNEVEN_SHARE_OF_LIMIT = 0.5
@@ -206,41 +204,3 @@ def separation(outputs: NDArray[Any], experts: NDArray[Any]) -> dict[str, Any]:
         "neighbour_agreement": float((experts[nearest] == experts).mean()),
         "neighbour_chance": float((counts * (counts - 1)).sum() / (total * (total - 1))),
     }
-
-
-def sensitivity(run: AnalysedRun) -> Findings:
-    """Loss added by splitting each layer alone, which shows the layers that should stay dense.
-
-    Nats per token above the dense model with one layer split (`alone_L`) and with all layers split
-    (`at_once`), on one forward pass. Weights are the dense model's without repair, because the
-    repair of a layer depends on the layers before it. FFN and attention are split together.
-    """
-    dense = run.original
-    rows_BT = run.tokens[: max(1, FORWARD_TOKENS // run.tokens.shape[1])]
-    nats, maskings = stock_nats(dense.model), maskings_of(dense, *run.layouts)
-
-    def loss(*layers: int) -> float:
-        with masked(dense, maskings, layers):
-            return float(nats(rows_BT).mean())
-
-    reference, alone = loss(), []
-    with run.progress.bar("one layer split") as update:
-        for layer in run.layers:
-            alone.append(loss(layer) - reference)
-            update(len(alone), len(run.layers))
-    at_once, layers = loss(*run.layers) - reference, list(run.layers)
-    values = {"layers": layers, "alone_L": alone, "at_once": at_once, "dense": reference}
-    return values, [costs_said(layers, alone, at_once)]
-
-
-def costs_said(layers: list[int], alone_L: list[float], at_once: float) -> str:
-    """Sentence on the layers that add most loss, and whether the first should stay dense."""
-    costs = sorted(zip(alone_L, layers, strict=True), reverse=True)
-    most = ", ".join(f"{cost:.3f} (layer {layer})" for cost, layer in costs[:3])
-    said = (
-        f"nats per token above dense with one layer split, without repair; largest: {most}; "
-        f"median layer: {costs[len(costs) // 2][0]:.3f}; all layers at once: {at_once:.3f}"
-    )
-    if costs[0][1] == layers[0] and costs[0][0] * len(costs) > 4 * at_once:
-        said += f". Convert with --first-dense-layers {layers[0] + 1} and compare"
-    return said

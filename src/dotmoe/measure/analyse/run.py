@@ -13,7 +13,6 @@ from dotmoe.common.files import Values
 from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.export.routers import at_routers
 from dotmoe.measure.config import AnalyseConfig
-from dotmoe.method.calibrate import contributions, expert_sums
 from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.method.router import router_logits
 from dotmoe.models.family import DenseModel
@@ -98,32 +97,6 @@ def captured_routes(
         return torch.stack([torch.cat(parts) for parts in chosen.values()])
 
     return {layout.target: routes(layout) for layout in layouts}
-
-
-def expert_energies(
-    dense: DenseModel,
-    layout: ExpertLayout,
-    tokens_BT: Int[Tensor, "B T"],
-    on_progress: Update = no_update,
-) -> Float[Tensor, "L E"]:
-    """Energy that each expert of neurons contributes on a text, by split layer, on the CPU.
-
-    It is the sum of its neurons' squared terms in the FFN output over the tokens that run it. A
-    token count alone says little: few tokens with massive activations can dominate a layer.
-    """
-    layers = dense.family.layers(dense.model)
-    ffns = {layer: dense.family.ffn(layers[layer]) for layer in layout.moe_layers}  # not masked
-    sums = {layer: torch.zeros(layout.num_experts) for layer in ffns}
-
-    def look(layer: int, x_TD: Tensor) -> None:
-        energy_TN = contributions(ffns[layer], x_TD).square_()
-        owner_N = layout.expert_of_neuron_LN[layer].to(x_TD.device)
-        energy_TE = expert_sums(energy_TN, owner_N, layout.num_experts)
-        runs_TE = torch.zeros_like(energy_TE).scatter_(1, _chosen(layout, layer, x_TD), 1.0)
-        sums[layer] += (runs_TE * energy_TE).sum(dim=0).cpu()
-
-    _look_at_text(dense, (layout,), tokens_BT, look, on_progress)
-    return torch.stack(list(sums.values()))
 
 
 def router_inputs(

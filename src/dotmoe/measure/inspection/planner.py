@@ -48,8 +48,8 @@ class Efficiency(NamedTuple):
 
 ON_CPU = Efficiency(products=0.95, moved=0.65, width=31, neurons=13, vocabulary=44)
 """Efficiency of CPUs, fitted to measured steps."""
-ON_GPU = Efficiency(products=0.65, moved=0.75, width=56, neurons=5, vocabulary=60)
-"""Efficiency of GPUs, assumed, not measured."""
+ON_GPU = Efficiency(products=0.65, moved=0.75, width=56, neurons=9, vocabulary=60)
+"""Efficiency of GPUs, assumed, not measured; passes are those of the operations without fusion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

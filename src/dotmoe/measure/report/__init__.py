@@ -51,10 +51,9 @@ class RunResults:
         """Metrics of each step of the alignment and of the finetuning, by name."""
         self.is_finetuned = "finetune" in self.config
         with self.reading("config.json"):
-            train = self.config.get("finetune", {}).get("train")
             self.source = str(self.config["run" if self.is_finetuned else "model"])
             """The model that was converted or the run that was finetuned, as the user named it."""
-        self.is_repaired = bool(train == "repair" or self.config.get("repair"))
+        self.is_repaired = bool(self.config.get("repair"))
         """Whether the exported model was repaired and not finetuned afterwards."""
         run = RunFolder(folder)
         self.dense_model = run.model if run.exists else self.source

@@ -17,6 +17,7 @@ from dotmoe.common.tables import to_markdown, to_rich
 from dotmoe.measure.report import RunResults, quickstart_models
 from dotmoe.measure.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
 from dotmoe.measure.report.sections import TINY, Block, Blocks, in_short, overview, sections
+from dotmoe.method.granularity import from_record, targets_of
 from dotmoe.run.folder import STAGES
 
 _HERE = Path(__file__).parent
@@ -110,7 +111,8 @@ def _what_next(results: RunResults) -> list[str]:
     commands = {"generate": write + ["--chat-template"] * chats}
     if "vLLM" in record["servers"]:
         commands["serve"] = ["vllm", "serve", str(export), "--dtype", record["dtype"]]
-    if not results.is_finetuned:
+    target = targets_of(from_record(results.results["granularity"]))
+    if not results.is_finetuned and target == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
     notes = f" (with {len(record['notes'])} notes for serving)" if record["notes"] else ""
     return [

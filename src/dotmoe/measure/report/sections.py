@@ -1,8 +1,8 @@
-"""Content of the report as data: the verdict, and sections of sentences, tables and plots."""
+"""Content of the report as data: sections of sentences, tables and plots."""
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,8 @@ from dotmoe.common.tables import Table, figure, in_bytes, millions, percent, tab
 from dotmoe.measure.bench import table as bench_table
 from dotmoe.measure.evaluate import MEASUREMENTS
 from dotmoe.measure.evaluate.models import sides_of
-from dotmoe.measure.evaluate.perplexity import curve_table, difference, perplexity_table, text_names
-from dotmoe.measure.evaluate.tasks import (
-    PAPER,
-    differ,
-    is_share,
-    main_scores,
-    mean_of,
-    shown_tasks,
-    with_error,
-)
+from dotmoe.measure.evaluate.perplexity import curve_table, perplexity_table, text_names
+from dotmoe.measure.evaluate.tasks import shown_tasks
 from dotmoe.measure.inspection.tables import counts_table
 from dotmoe.measure.report import RunResults
 from dotmoe.method.granularity import from_record, targets_of
@@ -106,7 +98,14 @@ def _size(run: RunResults, results: Values) -> Blocks:
             f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}, format "
             f"{export['format']}, which runs in {', '.join(export['servers'])}."
         )
-    return blocks
+    blocks.append(f"Weights: {_weights(run)}")
+    k = results["granularity"]["active_experts"]
+    if export and export["active_experts"] != k:  # by a later `dotmoe export --in-place`
+        blocks.append(
+            f"The export now runs k = {export['active_experts']}, and ran it in what evaluate and "
+            f"bench measured after this edit. All else on this page is of k = {k}."
+        )
+    return [*blocks, *export.get("notes", [])]
 
 
 def _analysis(_: RunResults, analysis: Values) -> Blocks:
@@ -183,9 +182,8 @@ def _missing(run: RunResults, results: Values) -> Blocks:
         "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", folder]),
         "bench": ("speed and memory, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
     }
-    if not run.is_finetuned:
+    if not run.is_finetuned and targets_of(splits) == "ffn":  # heads are not trained further
         again = ["dotmoe", "finetune", folder, f"{folder}-finetuned"]
-        again += ["--train", "repair"] * (targets_of(splits) != "ffn")  # all else is refused
         wanted["finetune"] = ("finetuning, which recovers part of what was lost", again)
     if not run.export.get("active_experts_editable", True):
         del wanted["curve"]
@@ -203,18 +201,16 @@ def _missing(run: RunResults, results: Values) -> Blocks:
 
 
 SECTIONS: list[tuple[str, str, Section]] = [
-    ("Lost and gained, in full", "results", lambda run, _: [*verdict(run)]),
     ("Perplexity", "results", lambda run, _: [perplexity_table(run.models)]),
     ("Perplexity on other text", "perplexity", _measurement("perplexity")),
     ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),
     ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
     ("What the models write", "", _generation),
-    ("Size", "results", _size),
+    ("Size and weights", "results", _size),
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _analysis),
     ("Outputs of the experts", "analysis/expert_outputs_tsne", _analysis),
-    ("Which layers cost most", "analysis/layer_sensitivity", _analysis),
     ("Alignment", "", lambda run, _: _training("alignment", run)),
     ("Finetuning", "", lambda run, _: _training("finetune", run)),
     ("Where a step's time goes", "analysis/overhead_profile", _analysis),
@@ -257,105 +253,6 @@ def overview(models: Mapping[str, Values], counts: Values) -> Table:
         ),
     }
     return table_of(models.items(), columns)
-
-
-def verdict(run: RunResults) -> list[str]:
-    """Sentences in full: what was lost, what was gained, what the weights are, and notes."""
-    results, export = run.results, run.export
-    measured = results["granularity"]["active_experts"]
-    with run.reading("6_evaluate/bench.json"):
-        speed = _speed(run.files.get("bench"))
-    sentences = [
-        f"Lost: {_lost(run)} {_accuracy(run)}",
-        f"Gained: {gained(results)} {speed}",
-        f"Weights: {_weights(run)}",
-    ]
-    if export and export["active_experts"] != measured:  # by a later `dotmoe export --in-place`
-        sentences.append(
-            f"The export now runs k = {export['active_experts']}, and ran it in what evaluate and "
-            f"bench measured after this edit. All else on this page is of k = {measured}."
-        )
-    return [*sentences, *export.get("notes", [])]
-
-
-def gained(results: Values) -> str:
-    """Sentence on the parameters that work on a token, from `parameters` and `granularity`."""
-    counts, splits = results["parameters"], from_record(results["granularity"])
-    runs = " and ".join(
-        f"{split.active_experts} of {split.num_experts} experts"
-        + f" of {UNITS[split.target]}" * (targets_of(splits) != "ffn")
-        for split in splits
-    )
-    return (
-        f"each token runs {runs} a layer, so "
-        f"{millions(counts['active'])} of {millions(counts['dense'])} parameters work on it "
-        f"({percent(1 - counts['active'] / counts['dense'])} fewer)."
-    )
-
-
-def _lost(run: RunResults) -> str:
-    dense, moe = run.results["dense"], run.results["moe"]
-    share = moe["perplexity"] / dense["perplexity"] - 1
-    change, stderr = difference(moe, dense)
-    error = "" if stderr is None else f" (± {stderr:.3f}, one standard error over paired windows)"
-    sentences = (
-        f"on {text_names(dense)} ({dense['tokens']:,} tokens scored, in windows of "
-        f"{dense['window']}) the perplexity per {dense['unit']} goes from "
-        f"{dense['perplexity']:.2f} to {moe['perplexity']:.2f}: {change:+.3f} "
-        f"nats a {dense['unit']}{error}, perplexity {100 * share:+.1f} %."
-    )
-    others = {
-        "Before repair it was": run.results.get("frozen"),
-        "Before finetuning it was": run.results.get("converted", run.results.get("repaired")),
-        "Static pruning with the same repair has": run.quickstart.get("static_pruning"),
-    }
-    for name, result in others.items():
-        if result:
-            above = result["loss"] - dense["loss"]
-            sentences += f" {name} {result['perplexity']:.2f} ({above:+.3f} nats)."
-    return sentences
-
-
-def _accuracy(run: RunResults) -> str:
-    """Mean accuracy over the paper's tasks, or if none ran, over all tasks that score accuracy."""
-    sides = run.tasks
-    ran, others = (sides.get(side, {"tasks": {}})["tasks"] for side in ("model", "against"))
-    shares = {task: score for task, score in main_scores(ran).items() if is_share(score)}
-    own = {task: score for task, score in shares.items() if task in PAPER} or shares
-    if not own:
-        return "Benchmark tasks were not run."
-    over, after = f"{len(own)} benchmark tasks ({', '.join(own)})", _mean(own.values())
-    before = main_scores(others)
-    if before.keys() >= own.keys():
-        apart = sum(differ(score, before[task]) for task, score in own.items()) or "none"
-        sentences = (
-            f"Over {over} the mean accuracy goes from {_mean(before[task] for task in own)} "
-            f"({sides['against']['name']}) to {after} (± one standard error); {apart} of "
-            "them differ by more than two standard errors."
-        )
-    else:
-        sentences = f"Mean accuracy over {over}: {after}."
-    if limits := [f"{each['limit']} of {task}" for task, each in ran.items() if each["limit"]]:
-        sentences += f" Only the first questions were asked: {', '.join(limits)}."
-    return sentences
-
-
-def _mean(scores: Iterable[Values]) -> str:
-    """Unweighted mean of scores in per cent, and its standard error if all of theirs are known."""
-    return f"{with_error(mean_of([*scores]))} %"
-
-
-def _speed(bench: Values | None) -> str:
-    if bench is None:
-        return "Speed was not measured."
-    ratios = (
-        f"{each['speed_ratio']:.2f} in {each['point']['name']} at batch {each['point']['batch']}"
-        for each in bench["points"]
-    )
-    return (
-        f"Measured speed relative to the dense model, with {bench['runtime']} on "
-        f"{bench['provenance']['hardware']}: {', '.join(ratios)}."
-    )
 
 
 def _weights(run: RunResults) -> str:
