@@ -51,6 +51,7 @@ _KIN = ("internlm3", "iquestcoder", "cwm", "ministral")
 FORMATS_OF_KIN = dict.fromkeys(_KIN, ("glm4_moe", "mixtral"))
 FORMATS_OF_KIN |= {"seed_oss": ("glm4_moe",), "ministral3": ("glm4_moe", "mixtral")}
 FORMATS_OF_KIN["qwen3_5_text"] = ("qwen3_5_moe_text",)
+FORMATS_OF_KIN["granitemoehybrid"] = ("granitemoe",)
 """The same of families that differ from one of those in their config alone; heads have a width of
 their own."""
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1}
@@ -59,6 +60,15 @@ REQUIRED = {
     **{"ministral": {"head_dim": 24}, "glm4": {"head_dim": 16}, "gemma": {"head_dim": 16}},
     **{"gemma2": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16}},
     "ministral3": {"head_dim": 24, "rope_parameters": _YARN},
+    "granitemoehybrid": {
+        **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
+        **{"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
+        **{"mamba_n_heads": 8, "mamba_d_state": 16, "attention_multiplier": 0.2},
+    },
+    "lfm2": {
+        **{"layer_types": ["conv", "full_attention"], "head_dim": 16},
+        **{"intermediate_size": 140, "block_multiple_of": 32},
+    },
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
         **{"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16},

@@ -27,7 +27,8 @@ from runs import Forked, TinyRun, rewritten
 
 TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.is_own}
 TWINS["qwen3_5_text"] = "Qwen3_5MoeForCausalLM"
-TWINS |= {"granite": "GraniteMoeForCausalLM", "olmo2": "FlexOlmoForCausalLM"}
+TWINS |= dict.fromkeys(("granite", "granitemoehybrid"), "GraniteMoeForCausalLM")
+TWINS["olmo2"] = "FlexOlmoForCausalLM"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -27,6 +27,8 @@ OWN = {
     "hunyuan_v1_dense": {},
     "ministral3": {},
     "qwen3_5_text": {},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"tied": True},
 }
 """Families whose decoder no stock MoE has: rope, windows and norms differ by layer."""
 SPLITS = ({}, {"shared_size": 24, "dense_layers": 1, "num_experts": 9})

@@ -56,7 +56,7 @@ def around_projection(dense, target, rows):
     else:
         norm = layer.post_attention_layernorm
         behind = norm.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
-    output = TARGETS[target].output(layer)
+    output = dense.family.output(layer, TARGETS[target])
     with behind, output.register_forward_hook(lambda _, args, out: inputs.append(args[0])):
         dense.model(input_ids=rows)
     return [each.view(*rows.shape, -1).double().numpy() for each in (inputs[0], streams[0])]

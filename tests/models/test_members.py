@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from dotmoe.export.config import ExportConfig
 from dotmoe.export.format import layer_names
 from dotmoe.export.write import export
 from dotmoe.method.masked import masked_by
 from dotmoe.models.checkpoint import EMBEDDING, HEAD, NORM, Tensors
-from dotmoe.models.family import FAMILIES, MOE, WRAPPER, family_of, readout_of
+from dotmoe.models.family import FAMILIES, MOE, TARGETS, family_of, readout_of
 from export.comparison import logits_of
 from runs import GRANITE_FACTORS, refusal
 
@@ -30,6 +30,7 @@ HALF = ["full_attention", "sliding_attention"]
 SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 SOFT_CAPS = SLIDING | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}
 """Caps so low that logits and attention feel them."""
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": None}
 MEMBERS = {
     "llama": [{}, {"tied": True}, {"attention_bias": True}, {**WIDE_HEADS, **OF_OTHERS}],
     "mistral": [
@@ -65,6 +66,8 @@ MEMBERS = {
     "hunyuan_v1_dense": [{"attention_bias": True}, {"tied": True, **WIDE_HEADS}],
     "ministral3": [{}],
     "qwen3_5_text": [{"tied": True}],
+    "granitemoehybrid": [GRANITE_FACTORS, {"tied": True, "attention_bias": True}, HYBRID],
+    "lfm2": [{"tied": True}, {"block_auto_adjust_ff_dim": False, "intermediate_size": 96}],
     "cwm": [{"sliding_window": 16, "layer_types": HALF}, {"sliding_window": 16}],
 }
 """Configs of each family, which between them have every feature that it can have."""
@@ -98,7 +101,7 @@ def test_traits_are_those_of_the_stock_module(case, dense_of):
     dense = dense_of(case[0], **case[1])
     traits = dense.traits
     for layer in dense.model.model.layers:
-        if not hasattr(layer, "self_attn"):
+        if getattr(layer, "self_attn", None) is None:
             continue
         attention, names = layer.self_attn, set(layer.state_dict())
         biases = {name.split(".")[1][0] for name in names if name.endswith("_proj.bias")}
@@ -131,7 +134,7 @@ def test_the_parts_compute_what_the_stock_model_does(case, dense_of, tokens_BT):
     for layer in dense.family.layers(dense.model):
         ffn, x = dense.family.ffn(layer), torch.randn(5, 3, dense.widths.model)
         output = ffn.down(ffn.hidden(x))
-        torch.testing.assert_close(output, layer.mlp(x))
+        torch.testing.assert_close(output, dense.family.block(layer, TARGETS["ffn"])(x))
         if dense.traits.norms_after:
             norm = layer.get_submodule(dense.family.ffn_norm_after)
             expected = F.rms_norm(x, x.shape[-1:], eps=1e-6) * dense.family.gain(norm)
@@ -215,7 +218,7 @@ def test_rotary_embeddings_survive_the_export(family, rope, share, dense_of, lay
 
 REFUSED = [
     *product(
-        FAMILIES,
+        sorted(FAMILIES.keys() - {"lfm2"}),  # has SiLU whatever its config says
         [{"hidden_act": "relu", "hidden_activation": "relu"}],
         ["hidden_act is 'relu'.*SwiGLU"],
     ),
@@ -229,7 +232,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("family", "changes", "words"), REFUSED, ids=str)
 def test_a_config_that_cannot_be_converted_exactly_is_refused(family, changes, words):
-    message = refusal(family_of, AutoConfig.for_model(family, **changes))
+    message = refusal(family_of, AutoConfig.for_model(family, **{"num_local_experts": 0} | changes))
     assert re.match(f"In this {family} config {words}", message)
 
 
@@ -238,8 +241,24 @@ def test_a_type_of_unknown_name_is_judged_by_its_config_and_slips_are_corrected(
     assert MOE in refusal(family_of, SimpleNamespace(model_type="new", num_experts=8))
     for count in (None, 0, 1):
         assert family_of(AutoConfig.for_model("granite", num_local_experts=count))
-    assert WRAPPER in refusal(family_of, SimpleNamespace(model_type="new_vl", text_config={}))
+    wrapper = SimpleNamespace(model_type="new_vl", text_config={"model_type": "arcee"})
+    inner = "it wraps a language model of type 'arcee', and its layers have no gated FFN"
+    assert inner in refusal(family_of, wrapper)
     assert refusal(family_of, SimpleNamespace(model_type="qwen-3")).endswith("Did you mean qwen3?")
-    assert refusal(family_of, SimpleNamespace(model_type="qwen3_5")) == (
-        f"model_type is 'qwen3_5', which dotmoe cannot convert. Families: {', '.join(FAMILIES)}."
-    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("arcee", "its layers have no gated FFN"),
+        ("minicpm3", r"its layers have self_attn.q_a_proj \(6 such parts\), unknown to dotmoe"),
+        ("cohere", "its layers have the usual parts, but what they compute was not checked"),
+        ("whisper_encoder", "Transformers .* makes no causal language model of it"),
+        ("deepseek_v3", MOE),
+    ],
+)
+def test_a_family_that_is_not_known_is_refused_with_what_is_missing(kind, words):
+    """Oracle: the stock classes, as their modeling files have them."""
+    plain = AutoConfig.for_model(kind).to_dict() if kind in CONFIG_MAPPING else {}
+    message = refusal(family_of, SimpleNamespace(**plain | {"model_type": kind}))
+    assert re.match(f"model_type is {kind!r}, which dotmoe cannot convert: {words}. Fam", message)

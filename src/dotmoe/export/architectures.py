@@ -238,6 +238,7 @@ class _DotMoe(TransformersFormat):
             },
             # Phi-3 is Mistral's decoder with fused projections; exports write them separately.
             "dense_model_type": "mistral" if family == "phi3" else family,
+            "ffn_name": dense.family.own_name("mlp"),
             "head_dim": head_dim(dense.config),
             "tie_word_embeddings": False,
             "dtype": conversion.dtype_name,
@@ -271,16 +272,24 @@ class _DotMoe(TransformersFormat):
         cast(Any, model).config.num_experts_per_tok = active_experts
         for layer in layers:  # k is fixed if both are split
             block = cast(Any, model.get_submodule(f"model.layers.{layer}"))
-            router = getattr(block.mlp, "router", None) or block.self_attn.q_proj.router
+            ffn = getattr(block, cast(Any, model).config.ffn_name)
+            router = getattr(ffn, "router", None) or block.self_attn.q_proj.router
             router.active = active_experts
+
+    def dense_tensor(self, conversion: Conversion, name: str) -> TensorSpec:
+        return conversion.spec(name, conversion.dense.family.own_name(name))
+
+    def _names(self, dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]:
+        """Names of a layer's tensors in the decoder that is exported; see `layer_names`."""
+        names, family = layer_names(dense, layer, ffn=ffn), dense.family
+        if dense.config.model_type == "phi3":
+            return names
+        return list(dict.fromkeys(family.stored(dense.config, name).stored for name in names))
 
     def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
         dense, layout = conversion.dense, conversion.layout
         if layer not in layout.moe_layers:
-            own = layer_names(dense, layer)
-            if dense.traits.is_own:  # as the stock decoder names them
-                own = [dense.family.stored(dense.config, name).stored for name in own]
-            yield from map(conversion.spec, dict.fromkeys(own))
+            yield from map(conversion.spec, self._names(dense, layer))
             return
         layouts = {layout.target: layout for layout in conversion.layouts}
         ffn, heads = layouts.get("ffn"), layouts.get("attention")
@@ -294,17 +303,18 @@ class _DotMoe(TransformersFormat):
             if dense.traits.qk_norm != "full":
                 axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
             yield conversion.router(layer, f"{place}self_attn.q_proj.router.weight", heads)
-        for name in layer_names(dense, layer, ffn=ffn is None):
+        for name in self._names(dense, layer, ffn=ffn is None):
             axis = axis_of.get(name.removeprefix(f"{place}self_attn."))
             if axis is None:
                 yield conversion.spec(name)
             else:
                 yield conversion.slices(name, axis, columns_EC, name)
         if ffn:
-            yield conversion.router(layer, f"{place}mlp.router.weight", ffn)
+            place += dense.family.own_name("mlp")
+            yield conversion.router(layer, f"{place}.router.weight", ffn)
             experts, shared = ffn.neurons_of_expert(layer), ffn.shared_neurons(layer)
             for block, neurons in (("experts", experts), ("shared", shared)):
-                names = (f"{place}mlp.{block}.gate_up_proj", f"{place}mlp.{block}.down_proj")
+                names = (f"{place}.{block}.gate_up_proj", f"{place}.{block}.down_proj")
                 if neurons.numel():
                     yield from conversion.linears(layer, neurons, names)
 
@@ -313,10 +323,14 @@ class _DotMoe(TransformersFormat):
         return super().write(conversion, folder)
 
     def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
-        layers = cast(Any, model).model.layers
         if target == "ffn":
-            return [(layer.mlp, layer.mlp) for layer in layers]
+            return super().routed(model, target)
+        layers = cast(Any, model).model.layers
         return [(layer.self_attn.q_proj, layer.self_attn.o_proj) for layer in layers]
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        name = cast(Any, model).config.ffn_name
+        return [layer.get_submodule(name) for layer in cast(Any, model).model.layers]
 
     def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
         return cast(Tensor, block.get_submodule("router")(x_TD))

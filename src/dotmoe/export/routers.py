@@ -193,9 +193,10 @@ def at_routers(
     target: str = "ffn",
 ) -> None:
     """Run the masked model once; `look` is given each split layer and its router's input [T, D]."""
-    layers = dense.family.layers(dense.model)
+    family, part = dense.family, TARGETS[target]
+    layers = family.layers(dense.model)
     with torch.no_grad(), masked_by(dense, *layouts):
-        blocks = {layer: TARGETS[target].block(layers[layer]) for layer in layouts[0].moe_layers}
+        blocks = {n: family.block(layers[n], part) for n in layouts[0].moe_layers}
         with input_hooks(blocks, lambda layer, x: look(layer, x.flatten(0, -2))):
             hidden_states(dense.model, tokens_BT)
 

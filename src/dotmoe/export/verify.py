@@ -261,13 +261,14 @@ def routed(
     dense: DenseModel, layout: ExpertLayout, chosen: Mapping[int, Int[Tensor, "T K"]]
 ) -> AbstractContextManager[None]:
     """Within this context, each split layer of the layout's target runs the experts `chosen`."""
-    target, layers = TARGETS[layout.target], dense.family.layers(dense.model)
+    target, family = TARGETS[layout.target], dense.family
+    layers = family.layers(dense.model)
 
     def mask(layer: int, hidden: Tensor) -> Tensor:
         runs_TN = neuron_mask(chosen[layer].to(hidden.device), layout, layer)
         return hidden * target.of_columns(runs_TN, dense.config).view_as(hidden)
 
-    return input_hooks({i: target.output(layers[i]) for i in layout.moe_layers}, mask)
+    return input_hooks({i: family.output(layers[i], target) for i in layout.moe_layers}, mask)
 
 
 def neuron_mask(

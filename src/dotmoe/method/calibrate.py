@@ -94,7 +94,8 @@ def pruning_errors(dense: DenseModel, tokens_BT: Tensor, share: float) -> Float[
     errors, inputs, stream = list[Tensor](), list[Tensor](), Stream(dense, tokens_BT)
     for index, layer in enumerate(dense.family.layers(dense.model)):
         inputs.clear()
-        with input_hooks({0: TARGETS["ffn"].block(layer)}, lambda _, x: inputs.append(x)):
+        block = dense.family.block(layer, TARGETS["ffn"])
+        with input_hooks({0: block}, lambda _, x: inputs.append(x)):
             stream.advance(index)
         with whole_weights(dense, index):
             ffn, x_TD = dense.family.ffn(layer), torch.cat([x.flatten(0, -2) for x in inputs])
@@ -134,9 +135,9 @@ def block_inputs(
     stream, part = Stream(dense, tokens_BT), TARGETS[target]
     for index, layer in enumerate(dense.family.layers(dense.model)):
         inputs, heads = list[Tensor](), list[Tensor]()  # of the text's parts, in order
-        places = {0: part.block(layer)}
+        places = {0: dense.family.block(layer, part)}
         if target == "attention":
-            places[1] = part.output(layer)
+            places[1] = dense.family.output(layer, part)
 
         def keep(place: int, x: Tensor, kept: tuple[list[Tensor], ...] = (inputs, heads)) -> None:
             kept[place].append(x.flatten(0, -2))
@@ -159,7 +160,8 @@ def _energy(
     attention = TARGETS["attention"]
     if not heads:
         return contributions(dense.family.ffn(layer), x_TD).square_()
-    num_heads, weight_DH = attention.units(dense.config), attention.output(layer).weight
+    num_heads = attention.units(dense.config)
+    weight_DH = dense.family.output(layer, attention).weight
     columns_NDC = weight_DH.float().view(len(weight_DH), num_heads, -1).transpose(0, 1)
     gram_NCC = columns_NDC.transpose(1, 2) @ columns_NDC
     energies = []

@@ -100,17 +100,18 @@ def masked(
     dense: DenseModel, maskings: Iterable[Masking], only: Container[int] | None = None
 ) -> AbstractContextManager[None]:
     """Within this context, `maskings` apply to the split layers of the model, or `only` to some."""
-    forwards = dict[nn.Module, Callable[..., Any]]()
+    family, forwards = dense.family, dict[nn.Module, Callable[..., Any]]()
     for masking in maskings:
         target, first = TARGETS[masking.target], masking.first_layer
-        for index, layer in enumerate(dense.family.layers(dense.model)):
+        for index, layer in enumerate(family.layers(dense.model)):
             if index < first or (only is not None and index not in only):
                 continue
-            block, how = target.block(layer), (masking, index - first)
+            block, how = family.block(layer, target), (masking, index - first)
             if target.name == "attention":
-                forward = partial(masked_attention, block.forward, target.output(layer), *how)
+                output = family.output(layer, target)
+                forward = partial(masked_attention, block.forward, output, *how)
             else:
-                forward = partial(masked_ffn, block.forward, dense.family.ffn(layer), *how)
+                forward = partial(masked_ffn, block.forward, family.ffn(layer), *how)
             forwards[block] = forward
     return computing(forwards)
 

@@ -324,7 +324,9 @@ class _Streams:
         """The problem of one part of the layer that the dense stream went through last."""
         target, layer = TARGETS[masking.target], self._layers[index]
         is_ffn = target.name == "ffn"
-        norm, output = self._model.family.norm_after(layer, target), target.output(layer)
+        family = self._model.family
+        norm, output = family.norm_after(layer, target), family.output(layer, target)
+        block = family.block(layer, target)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
         weight_BT = self._token_weights(dense_BTD)
         sizes = output.in_features, output.out_features, self._device
@@ -334,7 +336,7 @@ class _Streams:
         tap = output.register_forward_hook(
             lambda module, args, output: tapped.append((args[0].float(), output.float()))
         )
-        places = {0: target.block(layer)} | ({} if is_ffn else {1: self._after_attention(index)})
+        places = {0: block} | ({} if is_ffn else {1: self._after_attention(index)})
         with tap, input_hooks(places, seen.__setitem__):
             for part in self._parts:
                 behind_BTD = self._converted.after(index, part)
@@ -348,14 +350,14 @@ class _Streams:
                     wanted_TD = missing_TD + norm(product_TD)
                     wanted.append(wanted_TD.to(self._dense.hidden_BTD))
                 if self._traits.norms_after:
-                    gain_D = self._model.family.gain(norm)
+                    gain_D = family.gain(norm)
                     missing_TD, scale_T = _before_norm(missing_TD, product_TD, gain_D)
                     weight_T = weight_T / scale_T.square()
                 sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
         nothing = torch.empty(0)
         return LayerProblem(
             layer=index,
-            block=target.block(layer),
+            block=block,
             output=output,
             norm=norm,
             fitted=sums[0],
@@ -369,7 +371,7 @@ class _Streams:
     def _after_attention(self, index: int) -> nn.Module:
         """The module that is called with the stream between attention and FFN."""
         name = "mlp" if self._traits.norms_after else "post_attention_layernorm"
-        return self._layers[index].get_submodule(name)
+        return self._layers[index].get_submodule(self._model.family.own_name(name))
 
     def _token_weights(self, dense_BTD: Tensor) -> Tensor:
         """Token weights [B, T]: 1 / mean square of the stream, over its median and at most 10."""

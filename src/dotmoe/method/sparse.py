@@ -89,7 +89,7 @@ def make_sparse(dense: DenseModel, layout: ExpertLayout, routing: Routing) -> li
     layers, ffns = dense.family.layers(dense.model), list[SparseFFN]()
     for index in layout.moe_layers:
         ffns.append(SparseFFN(dense.family.ffn(layers[index]), layout, index, routing))
-        layers[index].mlp = ffns[-1]
+        setattr(layers[index], dense.family.own_name("mlp"), ffns[-1])
     return ffns
 
 

@@ -6,24 +6,33 @@ an FFN neuron one column of `down_proj`, a query head the columns of `o_proj` th
 
 import copy
 import os.path
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.activations import ACT2FN
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from dotmoe.common.errors import UserError, nearest
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"
-WRAPPER = "it wraps a language model for more than text, which is of none of these families"
+_USUAL = re.compile(
+    r"self_attn\.([qkvo]_proj(\.bias)?|[qk]_norm)|mlp\.(gate|up|down|gate_up)_proj"
+    r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
+)
+"""Names of the tensors of a layer in most families."""
 TOKENS_AT_ONCE = 4096
 """Tokens of a `Stream` whose activations exist at once."""
 
@@ -152,6 +161,8 @@ class Family:
     """A decoder in LLaMA's form; its traits are those of the stock model's modules and config."""
 
     model_type: str
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Its own names of modules, by their names in LLaMA's form."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stored projections that hold the rows of several, which stay fused in memory."""
     is_own: bool = False
@@ -164,6 +175,8 @@ class Family:
 
     def unsupported(self, config: Any) -> str | None:
         """Why this config cannot be converted exactly (with the remedy), or None."""
+        if experts := _experts_in(config):
+            return f"{experts}: {MOE}. Choose a dense one."
         if (name := activation_name(config)) not in ACTIVATIONS:
             return f"hidden_act is {name!r}, not SiLU or tanh GELU. Choose a SwiGLU or GeGLU model."
         if getattr(config, "mlp_bias", False):
@@ -174,7 +187,7 @@ class Family:
         """Features of a stock model's decoder outside its FFNs; weights are not read."""
         config: Any = model.config
         layers, width = self.layers(model), head_dim(config)
-        attending = (layer for layer in layers if hasattr(layer, "self_attn"))
+        attending = (layer for layer in layers if getattr(layer, "self_attn", None))
         layer = next(attending, layers[0])  # of Qwen3.5 most have linear attention
         shapes = {name: weight.shape for name, weight in layer.named_parameters()}
         norm = shapes.get("self_attn.q_norm.weight", torch.Size())
@@ -182,14 +195,17 @@ class Family:
         kinds = stated(config, "layer_types") or ("sliding_attention",)
         window = stated(config, "sliding_window")
         attention = stated(config, "attention_multiplier")
-        frequencies = getattr(model.get_submodule("model.rotary_emb"), "inv_freq", None)
+        rotary = getattr(model.get_submodule("model"), "rotary_emb", None)
+        frequencies = getattr(rotary, "inv_freq", None)
+        # Granite 4 may have no positions and layers without attention.
+        is_usual = rotary is not None and {"full_attention", "sliding_attention"}.issuperset(kinds)
         rope, first_context = rope_of(config), "original_max_position_embeddings"
         return DecoderTraits(
             head_dim=width,
             qkv_bias="self_attn.q_proj.bias" in shapes,
             output_bias="self_attn.o_proj.bias" in shapes,
             qk_norm="none" if not norm else "head" if norm == (width,) else "full",
-            is_own=self.is_own,
+            is_own=self.is_own or not is_usual,
             norms_after=hasattr(layer, self.ffn_norm_after),
             sliding_window=window if "sliding_attention" in kinds else None,
             all_slide="full_attention" not in kinds,
@@ -210,14 +226,31 @@ class Family:
 
     def ffn(self, layer: nn.Module) -> GatedFFN:
         """The three projections of one layer's FFN, and the activation function."""
-        mlp: Any = layer.get_submodule("mlp")
-        activation = ACTIVATIONS[activation_name(mlp.config)]
-        if "gate_up_proj" not in self.fused:
-            return GatedFFN(mlp.gate_proj, mlp.up_proj, mlp.down_proj, activation)
-        width = mlp.down_proj.weight.shape[1]
-        gate, up = slice(0, width), slice(width, 2 * width)
-        fused = mlp.gate_up_proj
-        return GatedFFN(Rows(fused, gate), Rows(fused, up), mlp.down_proj, activation)
+        mlp: Any = self.block(layer, TARGETS["ffn"])
+        down = self.output(layer, TARGETS["ffn"])
+        kinds = {type(ACT2FN[name]): activation for name, activation in ACTIVATIONS.items()}
+        found = (kinds[type(part)] for part in mlp.children() if type(part) in kinds)
+        activation, width = next(found, SILU), down.weight.shape[1]  # LFM2 has SiLU as a function
+        for name, parts in self.fused.items():
+            if "gate_proj" in parts:
+                fused = getattr(mlp, name)
+                gate, up = Rows(fused, slice(0, width)), Rows(fused, slice(width, 2 * width))
+                return GatedFFN(gate, up, down, activation)
+        gate, up = (getattr(mlp, self.own_name(f"{part}_proj")) for part in ("gate", "up"))
+        return GatedFFN(gate, up, down, activation)
+
+    def own_name(self, name: str) -> str:
+        """The family's name of a tensor or module that has `name` in LLaMA's form."""
+        return ".".join(self.renamed.get(part, part) for part in name.split("."))
+
+    def block(self, layer: nn.Module, target: "Target") -> nn.Module:
+        """The target's module in a decoder layer."""
+        return layer.get_submodule(self.own_name(target.module))
+
+    def output(self, layer: nn.Module, target: "Target") -> nn.Linear:
+        """The target's output projection in a decoder layer."""
+        name = self.own_name(f"{target.module}.{target.output_name}")
+        return cast(nn.Linear, layer.get_submodule(name))
 
     def norm_after(self, layer: nn.Module, target: "Target") -> nn.Module:
         """The norm (or identity) between a part and the stream, before a residual multiplier."""
@@ -234,8 +267,9 @@ class Family:
 
     def names(self, layer: nn.Module) -> list[str]:
         """Names of a decoder layer's tensors in LLaMA's form, within the layer."""
-        found = list[str]()
-        for name, _ in layer.named_parameters():
+        found, plain = list[str](), {own: name for name, own in self.renamed.items()}
+        for own, _ in layer.named_parameters():
+            name = ".".join(plain.get(part, part) for part in own.split("."))
             block, _, rest = name.partition(".")
             projection, _, kind = rest.partition(".")
             parts = self.fused.get(projection)
@@ -251,8 +285,9 @@ class Family:
             ends = list(accumulate((rows.get(part, width) for part in parts), initial=0))
             for part, *span in zip(parts, ends, ends[1:], strict=False):
                 if f".{part}." in name:
-                    return TensorPart(name.replace(part, fused), (span[0], span[1]))
-        return TensorPart(name)
+                    own = self.own_name(name.replace(part, fused))
+                    return TensorPart(own, (span[0], span[1]))
+        return TensorPart(self.own_name(name))
 
 
 _GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
@@ -269,11 +304,34 @@ FAMILIES |= {n: Family(model_type=n, is_own=True, norm_offset=x) for n, x in _OF
 FAMILIES["glm4"] = Family(
     model_type="glm4", is_own=True, fused=_GATE_UP, ffn_norm_after="post_mlp_layernorm"
 )
+FAMILIES["granitemoehybrid"] = Family(  # Granite 4; without experts, its shared one is the FFN
+    model_type="granitemoehybrid",
+    renamed={"mlp": "shared_mlp", "down_proj": "output_linear"},
+    fused={"input_linear": _GATE_UP["gate_up_proj"]},
+)
+FAMILIES["lfm2"] = Family(
+    model_type="lfm2",
+    is_own=True,
+    renamed={
+        **{"mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+        "norm": "embedding_norm",
+    },
+)
 
 
 def stated(config: Any, key: str, default: Any = None) -> Any:
     """Value of a key that the config's class declares; keys of other classes are ignored."""
     return getattr(config, key) if hasattr(type(config), key) else default
+
+
+def state_ffn_width(config: Any) -> None:
+    """Set `intermediate_size` to the width of the FFNs where a config states that otherwise."""
+    if config.model_type == "granitemoehybrid":
+        config.intermediate_size = config.shared_intermediate_size
+    if stated(config, "block_auto_adjust_ff_dim"):  # LFM2 rounds two thirds of the stated width
+        with torch.device("meta"):
+            config.intermediate_size = Lfm2MLP(config).w1.out_features
+        config.block_auto_adjust_ff_dim = False
 
 
 def readout_of(config: Any) -> Readout:
@@ -290,7 +348,7 @@ def rope_of(config: Any) -> dict[str, Any]:
 
 def activation_name(config: Any) -> str:
     """Name of the activation function of a model's FFNs."""
-    return str(stated(config, "hidden_activation") or stated(config, "hidden_act"))
+    return str(stated(config, "hidden_activation") or stated(config, "hidden_act", "silu"))
 
 
 def head_dim(config: Any) -> int:
@@ -302,25 +360,45 @@ def head_dim(config: Any) -> int:
 def family_of(config: Any) -> Family:
     """The family of a Hugging Face config; raises `UserError` if it cannot be converted."""
     model_type = config.model_type
-    counts = {key: getattr(config, key, None) for key in _EXPERT_COUNTS}
-    experts = [f"{key} is {n}" for key, n in counts.items() if isinstance(n, int) and n > 1]
     if model_type not in FAMILIES:
-        why = WRAPPER if hasattr(config, "text_config") else None
-        why = MOE if "moe" in model_type or experts else why
-        # A type that Transformers knows is no typing error: olmo3 is not meant to be olmo2.
-        is_slip = why is None and model_type not in CONFIG_MAPPING
         raise UserError(
-            f"model_type is {model_type!r}, which dotmoe cannot convert"
-            f"{f': {why}' if why else ''}. Families: {', '.join(FAMILIES)}."
-            f"{nearest(model_type, FAMILIES) if is_slip else ''}"
+            f"model_type is {model_type!r}, which dotmoe cannot convert: {_unknown_in(config)}. "
+            f"Families: {', '.join(FAMILIES)}."
+            # A type that Transformers knows is no typing error: olmo3 is not meant to be olmo2.
+            f"{'' if model_type in CONFIG_MAPPING else nearest(model_type, FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    refused = family.unsupported(config)
-    if experts:
-        refused = f"{experts[0]}: {MOE}. Choose a dense one."
-    if refused is not None:
+    if refused := family.unsupported(config):
         raise UserError(f"In this {model_type} config {refused}")
     return family
+
+
+def _unknown_in(config: Any) -> str:
+    """What keeps a model whose type is of no family from being converted: one clause."""
+    kind, text = config.model_type, getattr(config, "text_config", None)
+    if isinstance(text, Mapping):
+        inner = SimpleNamespace(**{"model_type": "unknown"} | dict(text))
+        return f"it wraps a language model of type {inner.model_type!r}, and {_unknown_in(inner)}"
+    if "moe" in kind or _experts_in(config):
+        return MOE
+    try:
+        model = meta_model(CONFIG_MAPPING[kind].from_dict(vars(config)))
+        layer = next(part for part in model.modules() if isinstance(part, nn.ModuleList))[0]
+    except Exception:  # noqa: BLE001  (of any type: it depends on the invalid value)
+        return f"Transformers {transformers.__version__} makes no causal language model of it"
+    parts = [name.removesuffix(".weight") for name, _ in layer.named_parameters()]
+    if not any(name.endswith(("gate_proj", "gate_up_proj", ".w1")) for name in parts):
+        return "its layers have no gated FFN"
+    if unknown := [name for name in parts if not _USUAL.fullmatch(name)]:
+        return f"its layers have {unknown[0]} ({len(unknown)} such parts), unknown to dotmoe"
+    return "its layers have the usual parts, but what they compute was not checked"
+
+
+def _experts_in(config: Any) -> str | None:
+    """What a config says of experts, if that is more than one."""
+    counts = {key: getattr(config, key, None) for key in _EXPERT_COUNTS}
+    found = (f"{key} is {n}" for key, n in counts.items() if isinstance(n, int) and n > 1)
+    return next(found, None)
 
 
 class Widths(NamedTuple):
@@ -350,7 +428,7 @@ class Target(NamedTuple):
     name: str
     units_named: str
     module: str
-    """Name of the module in a decoder layer; the router reads the module's input."""
+    """LLaMA's name of the module in a layer; the router reads the module's input."""
     output_name: str
     """Name of the output projection, which no family fuses."""
     norm_after: str
@@ -368,14 +446,6 @@ class Target(NamedTuple):
     def inputs(self, config: Any) -> int:
         """Number of columns of the output projection."""
         return self.units(config) * self.unit_width(config)
-
-    def block(self, layer: nn.Module) -> nn.Module:
-        """The target's module in a decoder layer."""
-        return layer.get_submodule(self.module)
-
-    def output(self, layer: nn.Module) -> nn.Linear:
-        """The target's output projection in a decoder layer."""
-        return cast(nn.Linear, layer.get_submodule(f"{self.module}.{self.output_name}"))
 
     def output_tensor(self, layer: int) -> str:
         """Name of the output projection's weight, in LLaMA's form."""

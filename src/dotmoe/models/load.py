@@ -41,6 +41,7 @@ from dotmoe.models.family import (
     family_of,
     meta_model,
     num_parameters,
+    state_ffn_width,
 )
 from dotmoe.models.on_disk import held_in_memory, on_disk, quiet_transformers
 from dotmoe.models.tokenizer import load_tokenizer
@@ -225,6 +226,7 @@ def config_of(folder: Path) -> Any:
         with suppress(UserError):  # there may be no weights beside the config
             if HEAD in map(text_name, tensor_files(folder)):
                 config.tie_word_embeddings = False
+    state_ffn_width(config)
     config._attn_implementation = None
     pad, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     if isinstance(pad, int) and isinstance(rows, int) and not 0 <= pad < rows:

@@ -35,6 +35,8 @@ class DotMoeConfig(PreTrainedConfig):
     heads_of_experts: Any = ()
     """For each layer one list: the query heads of expert 0, then of expert 1 and so on; None for a
     dense layer. Empty if attention is not split."""
+    ffn_name: str = "mlp"
+    """The family's name of the FFN in a layer."""
     first_dense_layers: int = 0
     """Leading layers that are not split."""
     head_experts: int = 0
@@ -234,8 +236,10 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
                 attention.q_proj = HeadQueries(attention.q_proj, config, index, whole=whole)
                 attention.o_proj = HeadOutputs(attention.o_proj, attention.q_proj)
             if config.ffn_experts:
-                act_fn = getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn
-                layer.mlp = ExpertFFN(config, act_fn)
+                # LFM2 has no module for its activation function.
+                parts = [*getattr(layer, config.ffn_name).children(), nn.SiLU()]
+                act_fn = next(part for part in parts if not isinstance(part, nn.Linear))
+                setattr(layer, config.ffn_name, ExpertFFN(config, act_fn))
         self.post_init()
 
     def forward(

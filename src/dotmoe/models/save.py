@@ -10,7 +10,7 @@ from torch import Tensor
 from dotmoe.common.distributed import full_tensor, is_rank_zero
 from dotmoe.common.files import save_tensors, write_json
 from dotmoe.models.checkpoint import INDEX, Tensors
-from dotmoe.models.family import DenseModel
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.tokenizer import copy_tokenizer
 
 
@@ -51,14 +51,16 @@ def begin_checkpoint(dense: DenseModel, out: Path) -> None:
 def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
     """Yield each layer's tensors by their checkpoint names, then those that are in no layer."""
     rest: dict[str, Tensor] = dict(dense.model.named_parameters())
-    for index, layer in enumerate(dense.family.layers(dense.model)):
-        prefix, ffn = f"model.layers.{index}.", layer.get_submodule("mlp")
+    family = dense.family
+    for index, layer in enumerate(family.layers(dense.model)):
+        prefix, ffn = f"model.layers.{index}.", family.block(layer, TARGETS["ffn"])
+        of_ffn = f"{prefix}{family.own_name('mlp')}."
         parts = {name: rest.pop(name) for name in list(rest) if name.startswith(prefix)}
         if dense_rows := getattr(ffn, "dense_rows", None):  # of an order of its own
-            parts = {name: p for name, p in parts.items() if not name.startswith(f"{prefix}mlp.")}
+            parts = {name: p for name, p in parts.items() if not name.startswith(of_ffn)}
             for projection, rows_ND in dense_rows().items():
-                plain_name = dense.family.ffn_tensor(index, projection)
-                name = dense.family.stored(dense.config, plain_name).stored
+                plain_name = family.ffn_tensor(index, projection)
+                name = family.stored(dense.config, plain_name).stored
                 weight = rows_ND.T if projection == "down" else rows_ND
                 # In a fused projection the gate's rows come first.
                 parts[name] = torch.cat([parts[name], weight]) if name in parts else weight

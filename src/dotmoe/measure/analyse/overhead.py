@@ -15,6 +15,7 @@ from dotmoe.method.align import Alignment
 from dotmoe.method.layout import load_layouts, load_states, splits_in
 from dotmoe.method.masked import masked
 from dotmoe.method.router import dense_only, router_losses
+from dotmoe.models.family import TARGETS
 from dotmoe.models.hooks import recomputing
 from dotmoe.run.config import RunConfig
 from dotmoe.text.tokenise import Text
@@ -98,7 +99,8 @@ def mask_cost(task: Alignment, clock: "Clock") -> tuple[float, float]:
     It runs a masked FFN with routing on and off, on random inputs: values do not affect the time.
     """
     dense, masking = task.dense, task.parts[0].masking
-    ffn = dense.family.layers(dense.model)[masking.first_layer].get_submodule("mlp")
+    layer = dense.family.layers(dense.model)[masking.first_layer]
+    ffn = dense.family.block(layer, TARGETS["ffn"])
     tokens = task.micro_batch_size * task.blocks.seq_len
     dtype = next(dense.model.parameters()).dtype
     x = torch.randn(tokens, dense.widths.model, device=dense.device, dtype=dtype)

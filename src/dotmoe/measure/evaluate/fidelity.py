@@ -17,7 +17,7 @@ from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate.models import dense_model_of, loaded, model_folder
 from dotmoe.measure.evaluate.perplexity import error_over, packed_text, text_names
-from dotmoe.models.family import family_of
+from dotmoe.models.family import TARGETS, family_of
 from dotmoe.models.scoring import hidden_states, logits_in_parts
 
 
@@ -103,9 +103,10 @@ def _ffns(dense: Any, other: Any, record: ExportRecord) -> dict[int, tuple[nn.Mo
     has_heads = record.details.get("splits", [{}])[0].get("target") == "attention"
     if has_heads or (record.shared_size and not output.block_has_shared):
         return {}
-    layers, blocks = family_of(dense.config).layers(dense), output.blocks(other)
+    family, blocks = family_of(dense.config), output.blocks(other)
+    layers, ffn = family.layers(dense), TARGETS["ffn"]
     split = range(record.first_dense_layers, record.num_layers)
-    return {index: (layers[index].get_submodule("mlp"), blocks[index]) for index in split}
+    return {index: (family.block(layers[index], ffn), blocks[index]) for index in split}
 
 
 def _sums(other_TD: Tensor, dense_TD: Tensor) -> Tensor:

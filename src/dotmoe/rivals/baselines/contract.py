@@ -179,7 +179,8 @@ def gated(
     `experts` maps each split layer to the experts of its neurons. `gate` takes a layer's number,
     the input [T, D] of its FFN and the hidden activations [T, N], and returns the gates, [T, E].
     """
-    layers, inputs = dense.family.layers(dense.model), dict[int, Tensor]()
+    family, ffn, inputs = dense.family, TARGETS["ffn"], dict[int, Tensor]()
+    layers = family.layers(dense.model)
 
     def weigh(layer: int, hidden: Tensor) -> Tensor:
         gate_TE = gate(layer, inputs[layer].flatten(0, -2), hidden.flatten(0, -2)).to(hidden.dtype)
@@ -187,7 +188,7 @@ def gated(
         gate_TN = F.pad(gate_TE, (0, 1), value=1.0)[:, experts[layer].to(hidden.device)]
         return hidden * gate_TN.view_as(hidden)
 
-    ffns = {layer: TARGETS["ffn"].block(layers[layer]) for layer in experts}
-    downs = {layer: TARGETS["ffn"].output(layers[layer]) for layer in experts}
+    ffns = {layer: family.block(layers[layer], ffn) for layer in experts}
+    downs = {layer: family.output(layers[layer], ffn) for layer in experts}
     with input_hooks(ffns, inputs.__setitem__), input_hooks(downs, weigh):
         yield

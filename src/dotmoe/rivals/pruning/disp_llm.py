@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dotmoe.models.family import DenseModel
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.hooks import input_hooks, recomputing
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, linears_of, threshold
 
@@ -120,10 +120,11 @@ def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
         x: Tensor = called[-1]
         return x * gate.to(x.dtype)
 
+    family, target = dense.family, TARGETS["ffn"]
     with ExitStack() as hooks:
         for layer, reading, output, selected in _by_layer(dense, gates):
             reads, writes, ffn_reads, neurons, ffn_writes = selected
-            ffn, down = layer.mlp, dense.family.ffn(layer).down
+            ffn, down = family.block(layer, target), family.output(layer, target)
             before = [(linear, reads) for linear in reading] + [(ffn, ffn_reads), (down, neurons)]
             for module, gate in before:
                 hooks.enter_context(input_hooks({0: module}, partial(weigh, gate)))
