@@ -7,6 +7,8 @@ tokenizers library and stock Transformers.
 
 import json
 import re
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.test_tokenizer import ids_in_file, ids_of, with_pad
 from dotmoe.common.errors import UserError
+from dotmoe.export.architectures import FORMATS
 from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import export
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import dense_config, load_dense
 from dotmoe.text.blocks import pack
-from export.comparison import logits_of, masked_logits, relative_error, stock_logits
+from export.comparison import logits_of, masked_logits, relative_error, step_by_step, stock_logits
 from runs import TEXT
 from zoo import KINDS, write_tokenizer
 
@@ -61,9 +64,21 @@ def shrunk(config, rows, special):
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "block_dim": HIDDEN,
+        "block_ff_dim": 144,
+        "block_multiple_of": 32,
+        "conv_dim": HIDDEN,
+        "conv_dim_out": HIDDEN,
+        "num_heads": HEADS,
+        "full_attn_idxs": [1],
     }
     for key in ("layer_types", "no_rope_layers"):
-        new[key] = [*(config.get(key) or [])[:1], *(config.get(key) or [])[-1:]]
+        first, *others = config.get(key) or [None]
+        new[key] = [first, next((other for other in others if other != first), first)]
     new = {key: value for key, value in new.items() if config.get(key) is not None}
     if config.get("sliding_window"):
         new["sliding_window"] = max(2, config["sliding_window"] * CONTEXT // context)
@@ -153,6 +168,36 @@ def test_a_published_model_goes_all_the_way(name, tmp_path, layout_of):
     again = AutoTokenizer.from_pretrained(out)
     is_told = record.format == "dotmoe" and "does not give the ids" in " ".join(record.notes)
     assert is_told != (ids_of(again) == ids_in_file(tmp_path / "dense"))
+
+
+def one_of_each_family():
+    """The first stand-in of every model type."""
+    families = {MODELS[name]["config"]["model_type"]: name for name in sorted(MODELS)[::-1]}
+    return sorted(families.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", one_of_each_family())
+def test_every_format_says_with_a_cache_what_it_says_without(name, tmp_path, layout_of):
+    """In float32 the same, and in bfloat16 as close to the masked model as all tokens at once."""
+    written(tmp_path / "dense", name)
+    dense = load_dense(str(tmp_path / "dense"), LoadConfig(device="cpu"))
+    tokens_BT = pack([TEXT], dense.tokenizer, 48)[0].long().view(4, 12)
+    layout, held = layout_of(dense, dtype=torch.bfloat16), []
+    for form in FORMATS:
+        out = tmp_path / form
+        with suppress(UserError):
+            export(dense, (layout,), out, ExportConfig(format=form), tokens_BT)
+            held.append(form)
+            reference, errors = masked_logits(dense, layout, tokens_BT), []
+            for dtype in (torch.float32, torch.bfloat16):
+                model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
+                for how in (logits_of, partial(step_by_step, prompt=4)):
+                    errors.append(relative_error(how(model, tokens_BT).float(), reference))
+            at_once, in_steps, half_at_once, half_in_steps = errors
+            assert max(at_once, in_steps) < 8e-3
+            assert half_in_steps < 1.5 * half_at_once + 8e-3
+    assert held[-1] == "dotmoe"
 
 
 def test_a_config_that_transformers_does_not_read_is_refused_in_one_line(tmp_path):

@@ -24,6 +24,7 @@ from export.comparison import (
     logits_of,
     masked_logits,
     relative_error,
+    step_by_step,
     stock_logits,
     without_last,
 )
@@ -75,7 +76,10 @@ def test_stock_transformers_computes_the_masked_model(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     reference = masked_logits(dense, layout, tokens_BT)
     most = 3e-3 if dtype == "float32" else 8e-3
-    assert relative_error(stock_logits(made.folder, tokens_BT), reference) < most
+    stock = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
+    assert relative_error(logits_of(stock, tokens_BT), reference) < most
+    with_cache = step_by_step(stock, tokens_BT[:, :16])
+    assert relative_error(with_cache, reference[:, :16]) < most
     if record.active_experts_editable:
         all_on = {record.active_experts_key: layout.num_experts}
         full = stock_logits(made.folder, tokens_BT, **all_on)
