@@ -66,6 +66,7 @@ MEMBERS = {
     "hunyuan_v1_dense": [{"attention_bias": True}, {"tied": True, **WIDE_HEADS}],
     "ministral3": [{}],
     "qwen3_5_text": [{"tied": True}],
+    "ernie4_5": [{"tied": True, **WIDE_HEADS}],
     "granitemoehybrid": [GRANITE_FACTORS, {"tied": True, "attention_bias": True}, HYBRID],
     "lfm2": [{"tied": True}, {"block_auto_adjust_ff_dim": False, "intermediate_size": 96}],
     "cwm": [{"sliding_window": 16, "layer_types": HALF}, {"sliding_window": 16}],

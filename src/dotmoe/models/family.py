@@ -298,7 +298,9 @@ _LLAMA_LIKE = (
 )
 FAMILIES = {name: Family(model_type=name) for name in _LLAMA_LIKE}
 FAMILIES["phi3"] = Family(model_type="phi3", fused=_FUSED)
-_OFFSETS = dict.fromkeys(("smollm3", "olmo3", "exaone4", "cohere2", "hunyuan_v1_dense"), 0.0)
+_OFFSETS = dict.fromkeys(
+    ("smollm3", "olmo3", "exaone4", "cohere2", "hunyuan_v1_dense", "ernie4_5"), 0.0
+)
 _OFFSETS |= dict.fromkeys(("gemma", "gemma2", "gemma3_text", "qwen3_5_text"), 1.0)
 FAMILIES |= {n: Family(model_type=n, is_own=True, norm_offset=x) for n, x in _OFFSETS.items()}
 FAMILIES["glm4"] = Family(
