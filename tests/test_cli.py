@@ -88,7 +88,7 @@ def test_a_reader_that_has_read_enough_is_no_failure():
 def test_an_option_that_does_not_exist_is_told_in_any_locale(command, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     line = command("convert", "model", "out", stps=3).refusal()
-    assert line.endswith("Unrecognized options: --stps, 3. Did you mean --steps? " + HINT)
+    assert line.endswith("--stps is no option of dotmoe convert. Did you mean --steps? " + HINT)
 
 
 NAMED = {

@@ -21,7 +21,7 @@ from dotmoe.method.masked import masked_by
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import load_dense
-from dotmoe.pipeline import settled
+from dotmoe.pipeline import settled_config
 from dotmoe.run.config import QuickstartConfig
 from runs import Forked, TinyRun, rewritten
 
@@ -96,7 +96,7 @@ def test_the_two_runs_of_the_quickstart_differ_in_the_method_alone():
     static, dotmoe = run_configs(QuickstartConfig()).values()
     assert replace(static, method="dot_moe", out=dotmoe.out) == dotmoe
     assert (static.method, dotmoe.repair, dotmoe.align.steps) == ("static_pruning", True, 0)
-    assert settled(static).experts.active == settled(dotmoe).experts.active == 0.5
+    assert settled_config(static).experts.active == settled_config(dotmoe).experts.active == 0.5
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from dotmoe.method.masked import masked_by
 
 def curve_of(case, *active_experts):
     config = EvaluateConfig(model=str(case.folder), curve=active_experts, corpus=case.corpus)
-    return evaluate(config)
+    return evaluate(config)["curve"]
 
 
 def test_every_point_is_the_masked_model_with_that_k(exported):
@@ -70,7 +70,9 @@ def test_what_has_no_curve_is_refused(exported):
 def test_of_a_finetuned_run_all_experts_are_not_the_dense_model(finished, finetuned, exported):
     """Its weights are those that training left; the dense model is the run's that was trained."""
     corpus = exported().corpus
-    curve = evaluate(EvaluateConfig(model=str(finetuned.folder), curve=(3,), corpus=corpus))
+    curve = evaluate(EvaluateConfig(model=str(finetuned.folder), curve=(3,), corpus=corpus))[
+        "curve"
+    ]
     assert curve["all_experts"]["model"] == "other weights"
     assert curve["source"] == finished.source.name
     assert "dense" not in str(curve_table(curve).rows)

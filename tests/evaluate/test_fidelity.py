@@ -18,7 +18,7 @@ FORMATS = {"llama": "glm4_moe", "qwen2": "glm4_moe", "granite": "granitemoe", "o
 def measured(model, corpus, **options):
     load = LoadConfig(device="cpu")
     config = EvaluateConfig(model=str(model), fidelity=True, corpus=corpus, load=load, **options)
-    return evaluate(config)
+    return evaluate(config)["fidelity"]
 
 
 def rows_of(case):

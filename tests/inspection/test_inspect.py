@@ -9,7 +9,7 @@ import pytest
 import torch
 from inspected_models import HERE, LLAMA_3_8B, inspection, llama_3_8b, tiny
 from rich.console import Console
-from transformers import AutoConfig, GraniteConfig
+from transformers import AutoConfig
 
 from dotmoe.cli import run
 from dotmoe.common.errors import UserError
@@ -72,9 +72,6 @@ def test_what_is_not_asked_for_is_not_shown():
     text = shown(inspection(llama_3_8b(), steps=0))
     assert "start from data" in text
     assert "tokens/s" not in text
-    assert "--shared" not in shown(inspection(llama_3_8b(), first_dense_layers=1, shared=0.125))
-    granite = tiny(GraniteConfig, num_hidden_layers=20, residual_multiplier=0.5)
-    assert "--shared" not in shown(inspection(granite, steps=0))  # GraniteMoe has no dense layers
     text = " ".join(shown(inspection(llama_3_8b(), first_dense_layers=16)).split())
     assert "layers 16 to 31: 112 experts of 128 neurons" in text
     assert "every layer" not in text
@@ -158,7 +155,8 @@ def test_inspect_takes_what_convert_takes_and_plans_exactly_that(tmp_path, capsy
 
     usual, paper = plan("OUT", "--data", "none.txt"), plan("--recipe", "paper")
     last = ["extraction", "repair", "export", "evaluation"]
-    assert usual["names"] == ["tokenise", "start from data", *last]
+    assert usual["names"] == ["tokenise", "dense layers", "start from data", *last]
+    assert ("up to 2 leading layers" in usual["chosen"][0], paper["chosen"]) == (True, [])
     assert paper["names"] == ["tokenise", "alignment", *last[::2], last[3]]  # from a random start
     assert usual["run"]["calibration_tokens"] == 40 * 4_096
     assert (usual["run"]["repair_tokens"], usual["run"]["repair_epochs"]) == (40 * 14_336, 3)
@@ -166,13 +164,63 @@ def test_inspect_takes_what_convert_takes_and_plans_exactly_that(tmp_path, capsy
     (split,) = from_record(usual["granularity"])
     assert split.active_experts * 128 + split.shared_size == 7_168
     fewer = plan("--repair-tokens", "4096", "--repair-epochs", "0", "--dtype", "float32")
-    assert fewer["conversions"][0]["stages"][3]["memory"]["dense weights"] == 4 * 8_030_261_248
+    assert fewer["conversions"][0]["stages"][4]["memory"]["dense weights"] == 4 * 8_030_261_248
     assert fewer["conversions"][0]["hours"] < usual["conversions"][0]["hours"]
     stored = inspection(llama_3_8b(), stored=torch.float32, gpu="h100")["conversions"][0]
     assert stored["stages"][-1]["memory"]["dense weights"] == 4 * 8_030_261_248  # as convert does
     (by_file,) = from_record(plan("--config", str(tmp_path / "config.json"))["granularity"])
     assert by_file.num_experts * by_file.expert_size + by_file.shared_size == 14_336
     assert by_file.expert_size == 14_336 // 64
+
+
+CHOICES = {
+    "default": {},
+    "shared-given": {"active": 0.25, "shared": 0.125},
+    "cmoe": {"method": "cmoe"},
+    "static": {"method": "static_pruning", "active": 0.25},
+    "trained-router": {"method": "random_split", "router_steps": 2, "batch_size": 2},
+    "small": {"recipe": "small", "steps": 2, "batch_size": 2},
+    "granite": {"format": "granitemoe"},
+    "in-a-day": {"time": "1d"},
+}
+STAGE_OF = {"tokenise": "data", "start from data": "calibrate", "alignment": "align"}
+STAGE_OF |= {"dense layers": "dense_layers", "extraction": "extract", "evaluation": "evaluate"}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
+    name, tiny_dense, text_file, tmp_path, capsys
+):
+    layers = 12 if name in ("default", "granite") else 2
+    model, out = str(tiny_dense("llama", num_hidden_layers=layers)), str(tmp_path / "run")
+    of_run = {"expert_size": 8, "seq_len": 32, "calibration_tokens": 64, "repair_tokens": 64}
+    of_run |= {"eval_tokens": 64, "scale_tokens": 64, "verify_tokens": 32}
+    of_run |= {"data": text_file, **CHOICES[name]}
+    if name in ("in-a-day", "small"):  # which choose the repair, or make none
+        del of_run["repair_tokens"]
+    assert run([*map(str, words_of("inspect", model, **of_run)), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert run([*map(str, words_of("convert", model, out, **of_run))]) == 0
+    made = json.loads((tmp_path / "run/manifest.json").read_text())
+    capsys.readouterr()
+    again = ["inspect", "--config", str(tmp_path / "run/config.json"), "--json"]
+    assert run(again) == 0
+    by_config = json.loads(capsys.readouterr().out)
+    measured = json.loads((tmp_path / "run/6_evaluate/results.json").read_text())["granularity"]
+    for plan in (planned, by_config):
+        found = plan["granularity"]
+        if "dense_layers" in made["stages"]:
+            assert "leading layers" in plan["chosen"][-1]
+            found["first_dense_layers"] = measured["first_dense_layers"]
+        assert found == measured
+        stages = [row["stage"] for row in plan["conversions"][0]["stages"]]
+        splits = [s for s in stages if s.startswith("split by")]  # which extraction makes
+        assert [STAGE_OF.get(s, s) for s in stages if s not in splits] == [
+            stage
+            for stage in made["stages"]
+            if stage != "calibrate" or not splits
+            if stage != "align" or made["config"]["align"]["steps"]
+        ]
 
 
 def test_a_named_gpu_is_planned_for_whatever_this_machine_is():

@@ -2,7 +2,6 @@
 
 import pytest
 
-from dotmoe.cli import run
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import PLOTS, WIDTH, draw_all
 
@@ -41,9 +40,3 @@ def test_few_experts_are_marked_among_many(figures):
     assert len(names) <= 4
     assert all(len(points.get_offsets()) for points in axes.collections)
     assert not axes.lines  # no zero lines, which mean nothing there
-
-
-def test_the_command_saves_each_plot_twice(measured):
-    assert run(["report", str(measured)]) == 0
-    names = {path.name for path in (measured / "7_report" / "plots").iterdir()}
-    assert {"alignment.svg", "alignment.png", "active_experts.svg"} <= names

@@ -98,10 +98,14 @@ def run_export(config: running.ReexportConfig, line: str) -> None:
 
 
 def run_evaluate(config: measuring.EvaluateConfig, line: str) -> None:
-    result = evaluate(config, Progress(), line)
-    _, show = MEASUREMENTS[config.measurement]
-    shown = (to_rich(part) if isinstance(part, Table) else part for part in show(result))
-    _show(*([json.dumps(result, indent=2)] if config.json else shown))
+    results = evaluate(config, Progress(), line)
+    if config.json:
+        (first, *others) = results.values()
+        _show(json.dumps(results if others else first, indent=2))
+        return
+    for name, result in results.items():
+        _, show = MEASUREMENTS[name]
+        _show(*(to_rich(part) if isinstance(part, Table) else part for part in show(result)))
 
 
 def run_analyse(config: measuring.AnalyseConfig, line: str) -> None:
@@ -121,7 +125,6 @@ def run_report(config: measuring.ReportConfig, line: str) -> None:
     folder, out = Path(config.run), Path(config.out) if config.out else None
     if out and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserError(f"--out {out} is not a file in an existing folder. Name one, as a.html.")
-    plots_folder = None if out else page.default_page(folder).with_name("plots")
-    print(page.html_report(folder, out, plots_folder))
+    print(page.html_report(folder, out))
     if not plots.is_installed():
         _show(plots.NO_PLOTS, to_stderr=True)

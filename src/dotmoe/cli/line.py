@@ -10,7 +10,9 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -22,8 +24,9 @@ import tyro
 from dotmoe.cli import COMMANDS
 from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.files import DamagedError, read_json
-from dotmoe.common.options import check, from_values
+from dotmoe.common.options import check, from_values, marked_fields
 from dotmoe.measure import config as measuring
+from dotmoe.method.config import AlignConfig
 from dotmoe.run import config as running
 from dotmoe.run.config import RECIPES, RunConfig, recipe_of
 
@@ -50,6 +53,13 @@ _NOTES = {
     "fixed routers, as measured on a model of 135M parameters. paper is the paper's training "
     "on 1.2B tokens, sft the same with our gradient of the routers, small is for models of a few "
     "million parameters.",
+    "evaluate": """
+Asked for together, these are measured one after the other:
+perplexity: --text FILE, with --window, --max-tokens, --protocol.
+benchmark tasks: --tasks NAME, with --task-data, --shots, --limit, --max-length, --chat-template.
+samples: --generate TOKENS --prompts TEXT, with --temperature, --chat-template.
+closeness to the dense model: --fidelity --text FILE.
+perplexity at other numbers of active experts: --curve --text FILE, without --against.""",
     "export": """
 glm4_moe: runs in Transformers, vLLM, SGLang; k can be edited.
 mixtral: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k is fixed.
@@ -58,9 +68,7 @@ qwen3_5_moe_text: runs in Transformers; k is fixed.
 granitemoe: runs in Transformers, vLLM, SGLang; k is fixed.
 flex_olmo: runs in Transformers, vLLM, SGLang; k is fixed.
 dotmoe: runs in Transformers with trust_remote_code=True; k can be edited.
-gguf: for llama.cpp, gguf_glm4moe (gates exactly 1) or gguf_llama; k can be edited.""".replace(
-        "\n", "\n\n"
-    ),
+gguf: for llama.cpp, gguf_glm4moe (gates exactly 1) or gguf_llama; k can be edited.""",
 }
 """What help says of the recipes of commands that have some, and of the formats of `export`."""
 
@@ -80,6 +88,7 @@ class Line(NamedTuple):
         Names of nested fields must differ because prefixes are omitted. Raises SystemExit after
         help; for a wrong argument a UserError, with the nearest option or choice if there is one.
         """
+        self._require_options()
         command, arguments, start = COMMANDS[self.name], list(self.arguments), None
         named: list[str] = []
         if command.recipes:
@@ -104,7 +113,7 @@ class Line(NamedTuple):
 
     def _parsed(self, start: Any, arguments: list[str]) -> Any:
         command = COMMANDS[self.name]
-        notes = _NOTES.get(command.recipes or self.name, "")
+        notes = _NOTES.get(command.recipes or self.name, "").replace("\n", "\n\n")
         help_option = next((w for w in arguments if w in ("-h", "--help", "--help-all")), None)
         errors, output = io.StringIO(), io.StringIO()
         width = patch.dict(os.environ, COLUMNS=str(_HELP_COLUMNS if help_option else _ALL_COLUMNS))
@@ -121,7 +130,7 @@ class Line(NamedTuple):
                 )
         except SystemExit as stop:
             if not help_option:
-                line = _in_one_line(errors.getvalue())
+                line = _in_one_line(errors.getvalue(), arguments)
                 raise UserError(f"{line} See dotmoe {self.name} --help.") from stop
             # tyro wraps options, but not the description; help texts explain a default of None.
             whole = re.sub(r"\s+\(default:\s*(None)?\)", "", output.getvalue())
@@ -132,7 +141,39 @@ class Line(NamedTuple):
             print(_short_help(text, command.common) if is_short else text)
             raise
         check(config)
+        self._require_used(config)
         return config
+
+    def _typed(self) -> list[str]:
+        """The options among the arguments, with dashes, also those that do not exist."""
+        words = [word.partition("=")[0].replace("_", "-") for word in self.arguments]
+        return [word for word in words if re.fullmatch(r"--?[a-z][\w-]*", word)]
+
+    def _require_options(self) -> None:
+        """Refuse an option that the command does not have, whatever else is wrong."""
+        names = _option_names(self.name)
+        for word in self._typed():
+            if word not in names:
+                of_others = [f"dotmoe {name}" for name in COMMANDS if word in _option_names(name)]
+                hint = nearest(f"-{word}" if word[1] != "-" else word, names)
+                if of_others:
+                    hint = f" It is one of {', '.join(of_others)}."
+                raise UserError(
+                    f"{word} is no option of dotmoe {self.name}.{hint or ' Leave it out.'} "
+                    f"See dotmoe {self.name} --help."
+                )
+
+    def _require_used(self, config: Any) -> None:
+        """Refuse an option of the alignment in a conversion that does not align."""
+        typed = self._typed()
+        if self.name not in ("convert", "inspect") or config.align.steps or "--steps" in typed:
+            return
+        options = {f"--{field.name.replace('_', '-')}" for field in fields(AlignConfig)}
+        for word in options.intersection(typed) if config.method == "dot_moe" else ():
+            raise UserError(
+                f"{word} is an option of the alignment, which is off. Give --steps as well, or "
+                f"finetune the converted model with dotmoe finetune, or leave {word} out."
+            )
 
     def _start(self, command: str) -> tuple[Any, list[str], list[str]]:
         """The config of --recipe or --config, the names in it (MODEL, OUT), other arguments."""
@@ -157,6 +198,24 @@ class Line(NamedTuple):
         places = ("model" if command == "convert" else "run", "out")
         named = [name for place in places if (name := getattr(config, place))]
         return replace(config, **dict.fromkeys(places, tyro.MISSING)), named, rest
+
+
+@lru_cache
+def _option_names(command: str) -> frozenset[str]:
+    """Every option of a command, as it is typed."""
+    names = {"-h", "--help", "--help-all"}
+    names.update(["--recipe", "--config"] if COMMANDS[command].recipes else [])
+
+    def add(cls: Any) -> None:
+        for name, kind, marks in marked_fields(cls):
+            option = name.replace("_", "-")
+            if is_dataclass(kind):
+                add(kind)
+            elif tyro.conf.Positional not in marks and tyro.conf.Suppress not in marks:
+                names.update([f"--{option}", *[f"--no-{option}"] * (kind is bool)])
+
+    add(_CONFIGS[command])
+    return frozenset(names)
 
 
 def _attributes_in_one_line(
@@ -198,18 +257,25 @@ def _short_help(text: str, common: Sequence[str]) -> str:
     return "\n".join([head.rstrip(), "", *shown, f"  {'--help-all':<24}show all {number} options"])
 
 
-def _in_one_line(output: str) -> str:
-    r"""The first section of tyro's error, with the nearest option or choice if there is one.
-
-    Example:
-        >>> _in_one_line(" Error\n ---\n  No option: --stpes\n  ---\n  Perhaps you meant: --steps")
-        'No option: --stpes. Did you mean --steps?'
-    """
+def _in_one_line(output: str, arguments: Sequence[str]) -> str:
+    """Tyro's error in one sentence, with the nearest choice if there is one."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
-    sections = re.split(r"^ +-+ *$", plain, flags=re.MULTILINE)  # after the title
-    _, text, *others = (" ".join(section.split()) for section in sections)
-    offered = next((section for section in others if "Perhaps you meant" in section), "")
-    wrong, *choices = re.findall(r"'([^']*)'", text) or [""]
-    near: Sequence[str] = re.findall(r"(?<=\s)--[a-z][\w-]*", offered)
-    hint = f" Did you mean {near[0]}?" if near else nearest(wrong, choices)
-    return f"{text.rstrip('.')}.{hint}"
+    sections = re.split(r"^ +-+ *$", plain, flags=re.MULTILINE)
+    title, text, *_ = (" ".join(section.split()) for section in sections)
+    first, *others = re.findall(r"'([^']*)'", text) or [""]
+    option = re.search(r"--[\w-]+", text)
+    if title == "Required options":
+        return re.sub(r" ([A-Z]+) (.*?)\.? \(required\)", r" \1 (\2),", text).rstrip(",") + "."
+    if title == "Missing argument":
+        return f"{option[0] if option else first} has no value. Give one."
+    if title == "Unrecognized options":
+        extra = text.partition(": ")[2].split(", ")[0]
+        before = dict(pairwise(reversed(arguments))).get(extra, "")
+        remedy = f"{before} takes no value" if before.startswith("--") else "Leave it out"
+        return f"{extra} is one word too many. {remedy}."
+    if title == "Value error" and option:
+        kind = "whole number" if re.search(rf"{option[0]} .{{,12}}INT", plain) else "number"
+        percent = re.fullmatch(r"(\d+)%", first)
+        hint = f" Did you mean {int(percent[1]) / 100:g}?" if percent else ""
+        return f"{option[0]} is {first!r}, but it must be a {kind}.{hint}"
+    return f"{text.rstrip('.')}.{nearest(first, others)}"

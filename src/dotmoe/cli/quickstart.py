@@ -42,7 +42,7 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
     asked = EvaluateConfig(
         model=model, against=EMBEDDED, generate=_TOKENS, prompts=PROMPTS, temperature=_TEMPERATURE
     )
-    sides = evaluate(asked)
+    sides = evaluate(asked)["generation"]
     texts = zip(PROMPTS, sides["against"]["texts"], sides["model"]["texts"], strict=True)
     summary = {
         "origin": "measured",

@@ -1,6 +1,6 @@
 """Options of the commands that measure or plan."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -56,9 +56,7 @@ class TextConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
-    """What to measure: perplexity of --text, unless --tasks, --fidelity, --generate
-    or --curve selects something else.
-    """
+    """What to measure."""
 
     model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Dense model (folder, hub name or GGUF file), exported checkpoint, run folder, or, for
@@ -76,17 +74,17 @@ class EvaluateConfig:
     (the five of its table over k), or tasks and groups by the harness's names (mmlu, gsm8k).
     Finished tasks are not run again."""
     task_data: str | None = None
-    """Folder with the data of the tasks. Default: download them from the hub."""
+    """Folder with the data of --tasks. Default: download them from the hub."""
     shots: Annotated[int | None, at_least(0)] = None
-    """Number of solved examples before each question, for all tasks. Default: the paper's number,
-    else the harness's."""
+    """Number of solved examples before each question of --tasks. Default: the paper's number, else
+    the harness's."""
     limit: Annotated[int | None, at_least(1)] = None
-    """Score only this many questions of each task, the first ones, 1 or more; for a trial."""
+    """Score only the first questions of each of --tasks, this many, 1 or more; for a trial."""
     chat_template: bool = False
-    """Give questions of tasks, or `prompts`, through the model's chat template, as chat models
+    """Give questions of --tasks, and --prompts, through the model's chat template, as chat models
     expect."""
     max_length: Annotated[int | None, at_least(2)] = None
-    """Tokens that the model may see at once in tasks, 2 to its context. Default: its context. In
+    """Tokens that the model may see at once in --tasks, 2 to its context. Default: its context. In
     `wikitext` this is the window of the rolling log-likelihood."""
     fidelity: bool = False
     """Compare hidden states, logits and FFN outputs with the dense model's on --text."""
@@ -97,7 +95,8 @@ class EvaluateConfig:
     prompts: tuple[str, ...] = ()
     """Prompts of --generate."""
     curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
-    """Measure perplexity of an export at these k, and at k = E. Without numbers: eighths of E."""
+    """Measure perplexity of an export on --text at these k, and at k = E. Without numbers: eighths
+    of E."""
     tokenizer: str | None = None
     """Model whose tokenizer is used for a GGUF that runs in llama.cpp. Default: the hub model that
     an exported GGUF was made from; without this option Transformers reads any other GGUF."""
@@ -110,8 +109,8 @@ class EvaluateConfig:
         return {"model": self.model} | ({"against": self.against} if self.against else {})
 
     @property
-    def measurement(self) -> str:
-        """Name of the one selected measurement, a key of `MEASUREMENTS`."""
+    def measurements(self) -> list[str]:
+        """Names of what is to be measured, keys of `MEASUREMENTS`, each in its own result file."""
         options = {
             "tasks": self.tasks or None,
             "fidelity": self.fidelity or None,
@@ -119,29 +118,28 @@ class EvaluateConfig:
             "curve": self.curve,
         }
         chosen = [name for name, option in options.items() if option is not None]
-        if len(chosen) > 1:
-            named = " and ".join(f"--{name}" for name in chosen).replace("_", "-")
-            raise UserError(
-                f"{named.replace('generation', 'generate')} are two measurements. "
-                "Ask for one of them at a time."
-            )
-        return chosen[0] if chosen else "perplexity"
+        reads = self.fidelity or self.curve is not None
+        return ["perplexity", *chosen] if self.corpus.text and not reads else chosen
 
     def check_together(self) -> None:
-        """Refuse two measurements, options of tasks without any, no text, and a file as `out`."""
+        """Refuse no measurement, one without what it needs, options of others, a file as `out`."""
+        defaults = {field.name: field.default for field in fields(self)}
         of_tasks = ("task_data", "shots", "limit", "max_length")
-        for name in () if self.tasks else of_tasks:
-            if (value := getattr(self, name)) is not None and value is not False:
-                raise UserError(f"{name} is {value}, but it is for --tasks alone. Leave it out.")
+        for names, owner in ((of_tasks, "tasks"), (("prompts", "temperature"), "generate")):
+            for name in () if getattr(self, owner) else names:
+                if (value := getattr(self, name)) != defaults[name]:
+                    raise UserError(
+                        f"{name} is {value}, but it is for --{owner} alone. Give --{owner} as "
+                        "well, or leave it out."
+                    )
         if self.chat_template and not (self.tasks or self.generate):
             raise UserError("chat_template is for --tasks or --generate. Leave it out.")
         if self.generate and not self.prompts:
             raise UserError("--generate has nothing to continue. Give --prompts.")
-        if self.temperature and not self.generate:
-            raise UserError("temperature is for --generate alone. Leave it out.")
-        if not (self.corpus.text or self.tasks or self.generate):
-            raise UserError("--text names no file. Give a text to measure on.")
-        if self.measurement == "curve" and self.against:
+        needs_text = self.fidelity or self.curve is not None or not (self.tasks or self.generate)
+        if needs_text and not self.corpus.text:
+            raise UserError("--text names no file; only --tasks and --generate need none.")
+        if self.curve is not None and self.against:
             raise UserError(
                 f"--curve measures MODEL alone, but --against names {self.against}. Leave it out."
             )
@@ -201,7 +199,12 @@ class BenchConfig:
     """Print JSON instead of tables."""
 
     def check_together(self) -> None:
-        """Refuse a benchmark with nothing to measure."""
+        """Refuse a benchmark with nothing to measure or to compare."""
+        if self.dense == self.moe:
+            raise UserError(
+                f"DENSE and MOE are both {self.dense}. Name the MoE that was made from it: its run "
+                "folder or its export."
+            )
         if not self.batch_sizes and not self.prompt_tokens:
             raise UserError(
                 "batch_sizes is empty and prompt_tokens is 0, which leaves nothing to measure. "
@@ -255,5 +258,5 @@ class ReportConfig:
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
     """Folder of a finished `dotmoe convert`, `finetune` or `quickstart`."""
     out: str | None = None
-    """File to write the page to, and no plots. Default: `7_report/report.html` in RUN, and plots as
-    SVG and PNG in `7_report/plots`; for a quickstart `report.html` and `plots` in RUN itself."""
+    """File to write the page to. Default: `7_report/report.html` in RUN; for a quickstart
+    `report.html`."""

@@ -111,7 +111,7 @@ class ObjectiveConfig:
     steps: Annotated[int, at_least(0)] = 3500
     """Number of optimizer steps of the alignment; 0: none, the start is extracted unchanged."""
     batch_size: Annotated[int, at_least(1)] = 64
-    """Sequences per step of the training, over all ranks, which share them equally."""
+    """Sequences per step of the alignment, over all ranks, which share them equally."""
     micro_batch_size: Annotated[int, at_least(1)] = 4
     """Sequences per forward pass; gradients accumulate over the batch. It affects memory and, of
     the losses, only load balancing, which counts tokens per micro-batch. Fixed when resuming."""
@@ -177,7 +177,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignConfig(ObjectiveConfig):
-    """Options of the alignment stage."""
+    """Options of the alignment: gradient steps that learn experts and routers, off by default."""
 
     learn_assignment: bool = True
     """If false, keep the initial split and train only routers (as the random-split baseline)."""
@@ -197,7 +197,7 @@ class RepairConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneConfig(ObjectiveConfig):
-    """Options of recovery training; here the paper's (tab:hyperparams_sft), others in recipes."""
+    """Options of the finetuning; here the paper's (tab:hyperparams_sft), others in recipes."""
 
     train: Literal["everything", "router", "lora"] = "everything"
     """everything: all weights and routers; router: only the routers; lora: low-rank adapters on
@@ -206,6 +206,7 @@ class FinetuneConfig(ObjectiveConfig):
     """Number of optimizer steps of the finetuning. 4578 steps of 128 x 2048 tokens are the paper's
     1.2B tokens."""
     batch_size: Annotated[int, at_least(1)] = 128
+    """Sequences per step of the finetuning, over all ranks, which share them equally."""
     lr: Annotated[float, above(0)] = 5e-5
     """Peak learning rate of the finetuning (of routers: `lr_router`); larger models need a lower
     one (paper: 5e-5 at 7B)."""

@@ -82,8 +82,10 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     except Exception as error:  # its errors, and those of its transports, have no common base
         if isinstance(error, LocalEntryNotFoundError) and (cached := _cached(name, revision)):
             return cached
+        is_offline = isinstance(error, LocalEntryNotFoundError)
+        cause = "offline, and not in the cache" if is_offline else one_line(error)
         raise UserError(
-            f"{source} is no local folder and cannot be fetched from the hub ({one_line(error)}). "
+            f"{source} is no local folder and cannot be fetched from the hub ({cause}). "
             f"Check the name and the network.{meant}"
         ) from error
     folder = Path(snapshot).resolve()

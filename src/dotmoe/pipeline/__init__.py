@@ -33,7 +33,7 @@ from dotmoe.common.options import checked, values_of
 from dotmoe.common.progress import Progress
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
-from dotmoe.export.write import export, export_dtype, require_exportable, settled_experts
+from dotmoe.export.write import export, export_dtype, require_exportable
 from dotmoe.measure.evaluate import perplexity
 from dotmoe.measure.inspection import chosen_in_time
 from dotmoe.measure.inspection.planner import fitting
@@ -44,7 +44,7 @@ from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers,
 from dotmoe.method.config import AlignConfig, FinetuneConfig, ObjectiveConfig
 from dotmoe.method.finetuning import computed_in
 from dotmoe.method.finetuning import finetune as train
-from dotmoe.method.granularity import Splits, splits_of, targets_of, to_record
+from dotmoe.method.granularity import Splits, targets_of, to_record
 from dotmoe.method.layout import (
     Layouts,
     States,
@@ -65,6 +65,7 @@ from dotmoe.rivals.baselines import Baseline, Baselines
 from dotmoe.run.config import FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
+from dotmoe.run.settled import settled, splits_for
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.tokenise import (
     OTHER,
@@ -107,14 +108,14 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     """
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
-            config = raise_on_all_ranks(lambda: settled(checked(config)))
+            config = raise_on_all_ranks(lambda: settled_config(checked(config)))
             if config.time:
                 config = broadcast_from_rank_zero(lambda: _in_time(config, progress))
             run = _Run(config, config, config.align, progress)
             if run.start(work):
                 return run.conversion()
             dense = load_dense(run.folder.model, config.load)
-            splits = raise_on_all_ranks(lambda: splits_for(config, dense))
+            splits = raise_on_all_ranks(lambda: exportable_splits(config, dense))
             to_repair = config.repair * repair_tokens(config.repairing, splits, dense.config)
             run.tokenise(dense, max(config.calibration_tokens(dense.widths.model), to_repair))
             splits = _with_dense_layers(run, dense, splits)
@@ -136,21 +137,12 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         return run.conversion()
 
 
-def settled(config: RunConfig) -> RunConfig:
-    """The config with the experts that its defaults mean for the model, see `settled_experts`.
-
-    For a method other than DOT-MoE, `align` is set as that method needs it: it trains its
-    router for `router_steps`, keeps its experts, and runs on one rank.
-    """
-    dense, how, experts = describe_dense(config.model), config.export, config.experts
-    if config.method != "dot_moe":  # those with a shared expert choose its size themselves
-        experts = replace(experts, shared=experts.shared or 0.0)
-    experts = settled_experts(experts, dense, how.format, export_dtype(dense, how))
-    if config.method == "dot_moe":
-        return replace(config, experts=experts)
-    require_one_process(f"method {config.method}")
-    align = replace(config.align, steps=config.baseline.router_steps, learn_assignment=False)
-    return replace(config, experts=experts, align=align)
+def settled_config(config: RunConfig) -> RunConfig:
+    """The config as it is meant for its model; methods other than DOT-MoE run on one rank."""
+    if config.method != "dot_moe":
+        require_one_process(f"method {config.method}")
+    dense = describe_dense(config.model)
+    return settled(config, dense, export_dtype(dense, config.export))
 
 
 def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
@@ -410,24 +402,17 @@ def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
     return config
 
 
-def splits_for(config: RunConfig, dense: DenseModel) -> Splits:
+def exportable_splits(config: RunConfig, dense: DenseModel) -> Splits:
     """The splits of a conversion; refused if they do not suit the model or export."""
-    requested = _requested_splits(config, dense)
-    splits = tuple(baselines.granularity_of(config.method, split) for split in requested)
+    splits = splits_for(config.method, config, dense, export_dtype(dense, config.export))
     require_exportable(dense, splits, config.export)
     return splits
 
 
 def budget_of(config: RunConfig, dense: DenseModel) -> int:
     """Active parameters per token of a conversion with these experts, without routers."""
-    return count_parameters(dense.config, dense.family, _requested_splits(config, dense)).active
-
-
-def _requested_splits(config: RunConfig, dense: DenseModel) -> Splits:
-    """The splits that the config requests, before the method adapts them."""
-    how = config.export
-    experts = settled_experts(config.experts, dense, how.format, export_dtype(dense, how))
-    return splits_of(experts, dense.widths.ffn, dense.config.num_attention_heads)
+    requested = splits_for("dot_moe", config, dense, export_dtype(dense, config.export))
+    return count_parameters(dense.config, dense.family, requested).active
 
 
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:

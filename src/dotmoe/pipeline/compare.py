@@ -23,7 +23,7 @@ from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import describe_dense
-from dotmoe.pipeline import budget_of, convert, finetune, prune, splits_for
+from dotmoe.pipeline import budget_of, convert, exportable_splits, finetune, prune
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.pruning import PRUNING
 from dotmoe.run.config import PAPER, CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
@@ -70,7 +70,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     dense = describe_dense(config.model)
     read = config.calibration_tokens(dense.widths.model)
     if config.repair:
-        read += repair_tokens(config.repairing, splits_for(config, dense), dense.config)
+        read += repair_tokens(config.repairing, exportable_splits(config, dense), dense.config)
     summary = _measure(config, points_of(config, read), dense, progress)
     summary["other_text"] = list(config.other_text)
     budget = budget_of(config, dense)
@@ -244,7 +244,7 @@ def _fitting(
                 device = resolved_device(point.config.load.device)
                 PRUNING[point.config.method].require(dense, device)
             else:
-                splits_for(point.config, dense)
+                exportable_splits(point.config, dense)
         except UserError as error:
             if "all" not in config.methods:
                 raise

@@ -29,14 +29,20 @@ MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
 
 def evaluate(
     config: EvaluateConfig, progress: Progress | None = None, command: str | None = None
-) -> Values:
-    """Make the one measurement that `config` selects; `command` is what was typed, for the record.
+) -> dict[str, Values]:
+    """Measure what `config` selects, by name; `command` is what was typed, for the record.
 
-    The result is also written to `config.out`/NAME.json if `out` is given. Raises `UserError` if
+    Each result is also written to `config.out`/NAME.json if `out` is given. Raises `UserError` if
     options are out of range, or the model or text is missing, or they do not fit each other.
     """
     config = checked(config)
-    measure, _ = MEASUREMENTS[config.measurement]
+    return {name: _measured(name, config, progress, command) for name in config.measurements}
+
+
+def _measured(
+    name: str, config: EvaluateConfig, progress: Progress | None, command: str | None
+) -> Values:
+    measure, _ = MEASUREMENTS[name]
     result = {
         "origin": "measured",
         "name": config.model,
@@ -45,5 +51,5 @@ def evaluate(
         "provenance": provenance(seed=0),
     }
     if config.out is not None:
-        write_json(Path(config.out) / f"{config.measurement}.json", result)
+        write_json(Path(config.out) / f"{name}.json", result)
     return result

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,7 +17,6 @@ from dotmoe.export.choice import ONLY_TRANSFORMERS, OWN, format_for
 from dotmoe.export.format import EXPORTED, yarn_notes
 from dotmoe.export.llama_cpp import most_active_experts_of
 from dotmoe.export.transformers_format import TransformersFormat, limits_met
-from dotmoe.export.write import settled_experts
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection.planner import (
     ACCELERATORS,
@@ -27,13 +26,15 @@ from dotmoe.measure.inspection.planner import (
     plan,
 )
 from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
-from dotmoe.measure.inspection.stages import UNMEASURED, Stages
+from dotmoe.measure.inspection.stages import SPLIT_LEFT_OUT, UNMEASURED, Stages
+from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
-from dotmoe.method.granularity import Splits, splits_of, to_record
+from dotmoe.method.granularity import Splits, to_record
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig, finetune_recipe
+from dotmoe.run.settled import settled, splits_for
 
 CHOICES = {
     "": RepairConfig(),
@@ -41,6 +42,7 @@ CHOICES = {
     "--repair-epochs 0 --repair-tokens 16384": RepairConfig(repair_epochs=0, repair_tokens=16_384),
 }
 """Repairs to choose from, by their options; the first loses least and takes longest."""
+AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
 
@@ -55,9 +57,8 @@ def inspect_model(
     """
     check(options)
     device = resolved_device(options.load.device)
-    dense, sizes, form = _sized(config, options, stored)
-    here, stages = here or _measured(device, options, stored), Stages.of(sizes, options)
-    trainings = _trainings(sizes, options)
+    options, dense, sizes, form = _sized(config, options, stored)
+    here = here or _measured(device, options, stored)
     is_asked = options.finetune_recipe or options.finetune_steps
     machines: list[tuple[Accelerator, int, int]] = [] if options.gpu else [(here, 1, 1)]
     for name in [options.gpu] if options.gpu else ACCELERATORS:
@@ -65,6 +66,14 @@ def inspect_model(
             own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
             machine = ACCELERATORS[name].computing_in(own)
             machines.append((machine, gpus, options.nodes))
+    chosen = list[str]()
+    if options.time:
+        options, why = chosen_in_time(options, machines[0][0])
+        chosen.append(why)
+    stages, trainings = Stages.of(sizes, options), _trainings(sizes, options)
+    if stages.compares_layers:
+        most = sizes.widths.layers // LAYERS_PER_DENSE
+        chosen.append(f"up to {most} leading layers stay dense, which it measures on the text")
     plans, conversions, choices = (list[dict[str, Any]]() for _ in range(3))
     for machine, gpus, nodes in machines:
         made = {
@@ -108,7 +117,8 @@ def inspect_model(
         "conversions": conversions,
         "choices": choices,
         "plans": plans,
-        "unmeasured": [*UNMEASURED],
+        "chosen": chosen,
+        "unmeasured": [*UNMEASURED, *[SPLIT_LEFT_OUT] * (options.method != "dot_moe")],
         "warnings": _warnings(dense, sizes, options, form),
         "limits": []
         if isinstance(form, str) or "vLLM" not in form.servers
@@ -116,7 +126,9 @@ def inspect_model(
     }
 
 
-def chosen_in_time(config: RunConfig, here: Accelerator | None = None) -> tuple[RunConfig, str]:
+def chosen_in_time(
+    config: AnyConversion, here: Accelerator | None = None
+) -> tuple[AnyConversion, str]:
     """The config with the repair that loses least and fits into `config.time` here, and why.
 
     Raises a `UserError` if `time` is no duration, none fits, or the repair is given as well.
@@ -131,10 +143,10 @@ def chosen_in_time(config: RunConfig, here: Accelerator | None = None) -> tuple[
         )
     model, folder = dense_config(config.model)
     stored, device = stored_dtype(model, folder), resolved_device(config.load.device)
-    _, sizes, _ = _sized(model, config, stored)
+    settled_to, _, sizes, _ = _sized(model, config, stored)
     here = here or _measured(device, config, stored)
-    stages, gpus = Stages.of(sizes, config), num_ranks()
-    training = _trainings(sizes, config).get("align")
+    stages, gpus = Stages.of(sizes, settled_to), num_ranks()
+    training = _trainings(sizes, settled_to).get("align")
     align = None if training is None else plan(training[0], here, gpus, 1, tokens=training[1])
     said = list[str]()
     for name, how, choice in stages.repaired(CHOICES):
@@ -150,18 +162,22 @@ def chosen_in_time(config: RunConfig, here: Accelerator | None = None) -> tuple[
 
 
 def _sized(
-    config: Any, options: RunConfig, stored: torch.dtype
-) -> tuple[DenseModel, Sizes, TransformersFormat | str]:
-    """The described model, its sizes, and the format of its export or why none can hold it."""
+    config: Any, options: AnyConversion, stored: torch.dtype
+) -> tuple[AnyConversion, DenseModel, Sizes, TransformersFormat | str]:
+    """The options as `convert` settles them, the described model, its sizes, and the format.
+
+    Instead of the format, why none can hold this.
+    """
     written = EXPORTED.get(stored, torch.bfloat16)
     if options.export.export_dtype != "source":
         written = getattr(torch, options.export.export_dtype)
     model, family = meta_model(config), family_of(config)
     dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
-    experts = settled_experts(options.experts, dense, options.export.format, written)
-    splits = splits_of(experts, config.intermediate_size, config.num_attention_heads)
+    options = settled(options, dense, written)
+    splits = splits_for(options.method, options, dense, written)
     sizes = Sizes(config, splits, stored=stored, written=written)
-    return dense, sizes, _format_or_refusal(dense, splits, options.export.format, written)
+    form = _format_or_refusal(dense, splits, options.export.format, written)
+    return options, dense, sizes, form
 
 
 def _measured(device: torch.device, options: RunConfig, stored: torch.dtype) -> Accelerator:

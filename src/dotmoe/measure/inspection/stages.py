@@ -26,7 +26,7 @@ from dotmoe.measure.inspection.sizes import (
     exported_bytes,
     repair_memory,
 )
-from dotmoe.method.calibrate import LAYERS_PER_DENSE, OUTLIER_TOKENS, ROUNDS
+from dotmoe.method.calibrate import OUTLIER_TOKENS, ROUNDS
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS, repair_tokens
 from dotmoe.run.config import RunConfig
@@ -37,12 +37,14 @@ DISK_BYTES_PER_S = 10**9
 """Bytes that a disk reads or writes in a second, assumed."""
 SOLVER_STEPS = 40
 """Newton steps of a transport problem in the start from data, fitted."""
-ENERGY_PASSES = 40
-"""Passes over a layer's energies, [T, N] in float32, of all rounds of the start, fitted."""
+ENERGY_PASSES, INPUT_PASSES = 90, 45
+"""Passes over a layer's energies, [T, N] in float32, and its inputs, [T, D] in float64, of all
+rounds of the start, fitted: a product with as few columns as experts is bound by memory."""
 UNMEASURED = (
     "Rates of GPUs are quoted from vendors, and the shares of them that are reached, assumed.",
     "Disks are assumed to read and write 1 GB/s; downloads and sampled text are not included.",
 )
+SPLIT_LEFT_OUT = "A split by another method is timed as a run of the dense model alone."
 
 
 class Work(NamedTuple):
@@ -76,6 +78,7 @@ class Stages:
     """The numbers of a conversion that decide what its stages cost; 0 tokens: no such stage."""
 
     sizes: Sizes
+    method: str
     calibration_tokens: int
     repair_tokens: int
     repair_epochs: int
@@ -90,10 +93,11 @@ class Stages:
 
     @classmethod
     def of(cls, sizes: Sizes, config: RunConfig) -> "Stages":
-        """The stages of a conversion with this config."""
+        """The stages of a conversion with this config, whose experts are settled."""
         seq_len = min(config.data.seq_len, sizes.widths.context)
         return cls(
             sizes=sizes,
+            method=config.method,
             calibration_tokens=config.calibration_tokens(sizes.widths.model),
             repair_tokens=config.repair
             * repair_tokens(config.repairing, sizes.splits, sizes.config),
@@ -103,8 +107,7 @@ class Stages:
             verify_tokens=config.export.verify_tokens,
             scale_tokens=config.export.scale_tokens,
             seq_len=seq_len,
-            compares_layers=config.experts.first_dense_layers is None
-            and sizes.widths.layers >= LAYERS_PER_DENSE,
+            compares_layers=config.experts.first_dense_layers is None,
         )
 
     def repaired(
@@ -147,7 +150,7 @@ class Stages:
             trainables = self.sizes.affinities + self.sizes.counts.routers
             row = {"stage": "alignment", "hours": align["hours"], "disk": 6 * FLOAT32 * trainables}
             row |= {"memory": way["memory"], "memory_total": way["memory_total"]}
-            rows.insert(1 + (self.calibration_tokens > 0), row)
+            rows.insert(1 + self.compares_layers + (self.calibration_tokens > 0), row)
         for row in rows:
             row["fits"] = row["memory_total"] <= USABLE_SHARE * machine.memory_bytes
         hours = [row["hours"] for row in rows]
@@ -171,21 +174,33 @@ class Stages:
             moved=machine.held * widths.layers * passes * tokens,
         )
 
+    def compare_layers(self, machine: Accelerator) -> Work:
+        """The stream of a few tokens, with each FFN once more, and its output with neurons off."""
+        again = 4 * 2 * self.sizes.counts.ffn_total // 3 * OUTLIER_TOKENS
+        stream = self.forward(machine, OUTLIER_TOKENS)
+        return stream._replace(held=stream.held + again)
+
     def calibrate(self, machine: Accelerator) -> Work:
-        """The start from data: one stream; energies, ridge routers and transport of each layer."""
+        """The start from data: one stream; energies, ridge routers and transport of each layer.
+
+        Of another method the stream alone.
+        """
         split, widths = self.sizes.split, self.sizes.widths
         tokens, width, experts = self.calibration_tokens, widths.model, split.num_experts
-        stream = self.forward(machine, tokens + OUTLIER_TOKENS * self.compares_layers)
+        stream = self.forward(machine, tokens)
+        if self.method != "dot_moe":
+            return stream
         units, layers, routers = split.units, widths.layers, ROUNDS + 1
         a_router = (4 * tokens + 2 * width) * width * experts
         single = ROUNDS * 2 * tokens * experts * (width + units)
         double = 2 * tokens * width**2 + width**3 // 3 + routers * a_router
         solver = ROUNDS * SOLVER_STEPS * ASSIGNMENT_BYTES * units * split.columns
+        passes = ENERGY_PASSES * FLOAT32 * units + INPUT_PASSES * 8 * width
         return stream._replace(
             held=stream.held + 4 * layers * units * width * tokens,
             single=layers * single,
             double=layers * double,
-            moved=stream.moved + layers * (ENERGY_PASSES * FLOAT32 * tokens * units + solver),
+            moved=stream.moved + layers * (tokens * passes + solver),
         )
 
     def repair(self, machine: Accelerator) -> Work:
@@ -237,9 +252,13 @@ class Stages:
         sizes, held = self.sizes, machine.held
         trainables = sizes.affinities + sizes.counts.routers
         yield "tokenise", Work(tokens=self.read), {}, FLOAT32 * self.read
+        if self.compares_layers:
+            memory = calibration_memory(sizes, OUTLIER_TOKENS, held)
+            yield "dense layers", self.compare_layers(machine), memory, 0
         if self.calibration_tokens:
             memory = calibration_memory(sizes, self.calibration_tokens, held)
-            yield "start from data", self.calibrate(machine), memory, FLOAT32 * trainables
+            name = "start from data" if self.method == "dot_moe" else f"split by {self.method}"
+            yield name, self.calibrate(machine), memory, FLOAT32 * trainables
         units = sizes.widths.layers * sum(split.units for split in sizes.splits)
         yield "extraction", Work(), {}, FLOAT32 * (units + sizes.counts.routers)
         if self.repair_tokens:

@@ -15,7 +15,7 @@ from rich.text import Text
 from dotmoe.common.files import Values, read_json
 from dotmoe.common.tables import to_markdown, to_rich
 from dotmoe.measure.report import RunResults, quickstart_models
-from dotmoe.measure.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
+from dotmoe.measure.report.plots import NO_PLOTS, as_svg, draw_all, is_installed
 from dotmoe.measure.report.sections import TINY, Block, Blocks, in_short, overview, sections
 from dotmoe.method.granularity import from_record, targets_of
 from dotmoe.run.folder import STAGES
@@ -35,11 +35,11 @@ _TEMPLATES.filters |= {
 }
 
 
-def html_report(run: Path, page: Path | None = None, plots_folder: Path | None = None) -> Path:
+def html_report(run: Path, page: Path | None = None) -> Path:
     """Write the HTML page of a run, or of a quickstart with both of its splits; return its path.
 
-    Without `page` it writes `default_page`, and Markdown next to it. `plots_folder` receives each
-    plot as SVG and PNG. Raises a `UserError` for an unfinished run or a damaged result file.
+    Without `page` it writes `default_page`, and Markdown next to it. Raises a `UserError` for an
+    unfinished run or a damaged result file.
     """
     results, file = RunResults(run), page or default_page(run)
     figures = draw_all(results) if is_installed() else {}
@@ -48,8 +48,6 @@ def html_report(run: Path, page: Path | None = None, plots_folder: Path | None =
     file.write_text(text, encoding="utf-8")
     if page is None:
         file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
-    if figures and plots_folder is not None:
-        save(figures, plots_folder)
     return file
 
 

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from dotmoe.common.files import Values
@@ -73,40 +72,21 @@ def as_svg(figure: Any) -> bytes:
     return svg.getvalue()
 
 
-def save(figures: dict[str, Any], folder: Path) -> None:
-    """Write each figure as NAME.svg and NAME.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
-        (folder / f"{name}.svg").write_bytes(as_svg(figure))
-        figure.savefig(folder / f"{name}.png", dpi=200, metadata={"Software": None})
-
-
 def training_plot(steps: list[Values]) -> Any:
-    """Losses by step; below them a panel each for temperature, moved neurons and soft-hard gap."""
+    """Losses by step."""
     losses = {"loss": "loss", "ce": "CE, next token", "kl": "KL to dense"}
     losses = {key: name for key, name in losses.items() if key in steps[0]}
     if len(losses) == 2:  # with one term, the loss equals that term
         losses.pop("loss", None)
-    below = {"tau": "tau", "moved_fraction": "moved, %", "soft_hard_gap": "soft-hard\ngap, %"}
-    below = {key: name for key, name in below.items() if key in steps[0]}
-    figure, heights = _figure(2.6 + 1.1 * len(below)), [2.2] + [1.0] * len(below)
-    axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
-    top, *panels = axes.flat
-
-    def draw(axes: Any, key: str, factor: float = 1.0, **style: Any) -> None:
-        values = [float("nan") if step.get(key) is None else factor * step[key] for step in steps]
-        axes.plot([step["step"] for step in steps], values, linewidth=1, **style)
-
+    figure = _figure(3)
+    axes = figure.subplots()
     for (key, name), colour, dash in zip(losses.items(), COLOURS, ("-", "--", "-."), strict=False):
-        draw(top, key, color=colour, linestyle=dash, label=name)
-    _log_axis(top.yaxis)
-    top.set_ylabel("nats a token (log)")
-    for panel, (key, name) in zip(panels, below.items(), strict=True):
-        draw(panel, key, 1 if key == "tau" else 100, color=COLOURS[0])
-        panel.set(ylabel=name, ylim=(0, 1.1 * panel.dataLim.y1 or 1))
-    [top, *panels][-1].set_xlabel("step")
-    figure.align_ylabels()
-    return _with_legend(figure, top)
+        values = [float("nan") if step.get(key) is None else step[key] for step in steps]
+        style = {"color": colour, "linestyle": dash, "linewidth": 1, "label": name}
+        axes.plot([step["step"] for step in steps], values, **style)
+    _log_axis(axes.yaxis)
+    axes.set(xlabel="step", ylabel="nats a token (log)")
+    return _with_legend(figure, axes)
 
 
 def models_plot(models: dict[str, Values]) -> Any:

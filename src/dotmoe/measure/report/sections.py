@@ -148,22 +148,7 @@ def _configuration(run: RunResults, _: Values) -> Blocks:
         "This command repeats the run (its config holds every option, including defaults):",
         Block("command", shlex.join(again)),
         Block("folded", "config.json", json.dumps(run.config, indent=2)),
-    ]
-
-
-def _origins(run: RunResults, results: Values) -> Blocks:
-    made = ("time", "commit", "hardware", "seed")
-    rows = [
-        [f"6_evaluate/{name}.json", values.get("origin")]
-        + [figure(values.get("provenance", {}).get(key)) for key in made]
-        for name, values in run.files.items()
-    ]
-    columns = ("file", "origin", "time (UTC)", *made[1:])
-    return [
-        "Every number on this page is read from one of these files. Origin measured: by running "
-        "the model here; quoted: from a paper or data sheet; estimated: from sizes.",
-        Table(title="Result files", columns=columns, rows=rows, words=6),
-        Block("folded", "Versions of the run", json.dumps(results["provenance"], indent=2)),
+        Block("folded", "Versions of the run", json.dumps(run.results["provenance"], indent=2)),
     ]
 
 
@@ -216,7 +201,6 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Where a step's time goes", "analysis/overhead_profile", _analysis),
     ("Is the checkpoint what was measured?", "results", _checks),
     ("How it was made", "", _configuration),
-    ("Where the numbers come from", "results", _origins),
     ("Not measured yet", "results", _missing),
 ]
 """Title, the one file of `6_evaluate` that the section needs (or empty), and its function."""
