@@ -83,6 +83,7 @@ REFUSED = {
     "bench MODEL {tmp}/none": "none does not exist",
     "finetune RUN RUN": "RUN and OUT are both",
     "convert RUN OUT --data TEXT": "is of a dotmoe run, not of a model",
+    "bench {tmp}/none MODEL": "none does not exist",
     "report {tmp}/none": "none is no finished run",
     "quickstart {tmp} --steps -1": "--steps is no option of dotmoe quickstart",
     "finetune RUN OUT --train lore": "Did you mean lora?",
