@@ -1,0 +1,75 @@
+"""No stage of a training steps at a rate of zero, or begins where another one's schedule ended."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from runs import TINY_CONVERT, TINY_FINETUNE, TinyRun
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
+
+SHORT = {"steps": 6, "warmup_ratio": 0.2}
+
+
+@pytest.fixture
+def stages():
+    """The rates of all parameter groups at each step, by optimizer."""
+    rates = {}
+
+    def note(optimizer, *_):
+        step = [group["lr"] for group in optimizer.param_groups]
+        rates.setdefault(optimizer, []).append(step)
+
+    handle = register_optimizer_step_pre_hook(note)
+    yield rates
+    handle.remove()
+
+
+def peaks(stages):
+    """The largest rates of each stage, which its first half reaches.
+
+    No step has a rate of zero, but for what the stage does not train at all.
+    """
+    for steps in stages.values():
+        groups = [rates for rates in zip(*steps, strict=True) if any(rates)]
+        assert groups
+        assert min(map(min, groups)) > 0
+        assert max(steps[: len(steps) // 2]) == max(steps)
+    return [max(steps) for steps in stages.values()]
+
+
+def test_alignment_repair_and_finetuning_each_have_their_own_schedule(
+    stages, tiny_dense, text_file, tmp_path
+):
+    options = TINY_CONVERT | SHORT | {"data": text_file, "repair": [], "repair_epochs": 2}
+    del options["no_repair"]
+    made = TinyRun("convert", tiny_dense("llama"), tmp_path / "run", options).made()
+    TinyRun("finetune", made.folder, tmp_path / "tuned", TINY_FINETUNE | SHORT).made()
+    aligned, *repairs, tuned = peaks(stages)
+    assert aligned == [1e-2, 1e-2]
+    assert len(repairs) == 2  # one for each layer
+    assert tuned == [0.0, 1e-3]  # routers, weights
+
+
+@pytest.mark.parametrize("script", ["lte_stages", "recovery_curve"])
+def test_the_stages_of_an_experiment_start_at_their_peaks(
+    script, stages, tiny_dense, text_file, heldout_file, tmp_path, monkeypatch
+):
+    options = TINY_CONVERT | {"data": text_file, "method": "lte", "lte_steps": 2}
+    made = TinyRun("convert", tiny_dense("llama"), tmp_path / "run", options).made()
+    experiment = importlib.import_module(script)
+    if script == "lte_stages":
+        words = [str(made.folder), str(tmp_path / "out"), "--soft-steps", "6", "--hard-steps", "4"]
+        expected = [[1e-3, 3e-3], [1e-3]]
+    else:
+        words = [str(made.folder), str(tmp_path / "out"), "--text-of", str(made.folder)]
+        words += ["--points", "2", "--heldout-tokens", "256"]
+        monkeypatch.setattr(experiment, "HELDOUT", (str(heldout_file),))
+        expected = [[0.0, 6e-4]]  # routers, weights
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    stages.clear()
+    experiment.main()
+    assert peaks(stages) == expected
