@@ -4,11 +4,12 @@
     python benchmarks/simulated_memory.py --layers 2   # two layers of a 7B, as JSON
 
 The project's own steps run on fake tensors, which have sizes and no values, on rank 0 of a fake
-process group, and a dispatch mode adds up the storages that are alive (torch's `MemTracker` takes
-no frozen parameter). From some depth on peaks are linear in the number of layers, so ten and eleven
-layers give that of the whole model. Replaced is what depends on values: the tokens, the solution
-and rounding of the assignment (of which the soft plan alone is made) and the shift of the routers'
-soft mask. A repair is left out, because every layer of it decides by values.
+process group, and a dispatch mode adds up the storages that are alive on the GPU (torch's
+`MemTracker` takes no frozen parameter). Whole models run by the default options, changed as the
+commands change what a GPU of 80 GB would not hold. Tensors of the GPU and of the host have devices
+of their own, so that a step fails that mixes them. Replaced is what depends on values: the tokens,
+the solution and rounding of the assignment (of which the soft plan alone is made), the shift of the
+routers' soft mask, and what a repair finds: it has an error, and every factorisation succeeds.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import json
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -24,88 +25,70 @@ from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from dotmoe.common.distributed import fsdp_mesh, local_part, mesh
-from dotmoe.measure.inspection.sizes import Sizes, Step, step_memory
+from dotmoe.measure.inspection.planner import ACCELERATORS, fitting
+from dotmoe.measure.inspection.sizes import Sizes, Step, repair_memory, step_memory
+from dotmoe.method import repair
 from dotmoe.method.align import Alignment, LearnedAssignment
-from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig
+from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig, RepairConfig
 from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
+from dotmoe.method.repair import RIDGES, _solution, _Streams
 from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import load_sharded
 from dotmoe.training.loop import adamw, update
+from random_models import QWEN25_7B, Shape, llama_config
 from rounds import keep
 
-SHAPES: dict[str, tuple[Any, ...]] = {  # width, FFN width, layers, heads, their keys, vocabulary
-    "Qwen2.5-7B": (Qwen2Config, 3_584, 18_944, 28, 28, 4, 152_064),
-    "Llama-3-8B": (LlamaConfig, 4_096, 14_336, 32, 32, 8, 128_256),
-    "Qwen2.5-32B": (Qwen2Config, 5_120, 27_648, 64, 40, 8, 152_064),
+SHAPES = {
+    "Qwen2.5-7B": replace(QWEN25_7B, context=8_192),
+    "Llama-3-8B": Shape(4_096, 14_336, 32, 32, 8, 128_256, 8_192),
+    "Qwen2.5-32B": Shape(5_120, 27_648, 64, 40, 8, 152_064, 8_192),
 }
+DEPTHS = (5, 6)
+"""Numbers of layers that are simulated; from there on peaks are linear in them."""
+GPU = torch.device("lazy")
+"""Stands for a GPU: a device that fake tensors can be on without its hardware, beside the host."""
 
 
-def config_of(name: str, layers: int | None = None) -> Any:
-    """The config of a published model, or of its first `layers`."""
-    kind, width, ffn, depth, heads, kv_heads, vocabulary = SHAPES[name]
-    return kind(
-        hidden_size=width,
-        intermediate_size=ffn,
-        num_hidden_layers=layers or depth,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=8_192,
-        tie_word_embeddings=False,
-    )
+def step_of(model: str, train: str, ranks: int = 1, at_once: int = 2, **how: Any) -> Step:
+    """A step as the planner describes it, of two micro-batches; `train` may also be `repair`.
+
+    Experts have 128 neurons, and a quarter of them runs.
+    """
+    step: Any = {"train": train, "ranks": ranks, "seq_len": 2_048, "micro_batch_size": at_once}
+    sizes = sizes_of(SHAPES[model], SHAPES[model].layers)
+    return Step(sizes=sizes, batch_size=2 * at_once * ranks, **step | how)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One step to simulate: `train` is `assignment` for an alignment, else as for finetuning."""
-
-    model: str
-    train: str
-    ranks: int = 1
-    sharded: bool = False
-    checkpointing: bool = False
-    micro_batch_size: int = 2
-    seq_len: int = 2_048
-
-    def planned(self, layers: int | None = None) -> int:
-        """The planner's peak, in bytes."""
-        config = config_of(self.model, layers)
-        sizes = Sizes(config, (split_of(config),), stored=torch.bfloat16, written=torch.bfloat16)
-        step = Step(
-            sizes=sizes,
-            batch_size=2 * self.micro_batch_size * self.ranks,
-            seq_len=self.seq_len,
-            micro_batch_size=self.micro_batch_size,
-            train=self.train,  # type: ignore[arg-type]
-            on_cpu=True,
-            checkpointing=self.checkpointing,
-            ranks=self.ranks,
-            sharded=self.sharded,
-        )
-        return sum(step_memory(step).values())
+def sizes_of(shape: Shape, layers: int) -> Sizes:
+    """Sizes of the first layers of a model."""
+    experts = shape.ffn_width // 128
+    split = Granularity(num_experts=experts, expert_size=128, active_experts=experts // 4)
+    config = llama_config(replace(shape, layers=layers))
+    return Sizes(config, (split,), stored=torch.bfloat16, written=torch.bfloat16)
 
 
-def split_of(config: Any) -> Granularity:
-    """Experts of 128 neurons, a quarter of which run."""
-    experts = config.intermediate_size // 128
-    return Granularity(num_experts=experts, expert_size=128, active_experts=experts // 4)
+def planned(step: Step) -> int:
+    """The planner's peak, in bytes; of a repair without what is on the host."""
+    kind: str = step.train
+    if kind == "repair":
+        return sum(repair_memory(step.sizes, 0, step.held).values())
+    return sum(step_memory(step).values())
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that operations made and that are alive, and their most."""
+    """Counts the bytes on the GPU of all storages that are alive, and their most."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,7 +98,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            if isinstance(tensor, Tensor) and tensor.device.type == GPU.type:
                 self._track(local_part(tensor).untyped_storage())
         return result
 
@@ -149,26 +132,28 @@ class Tokens:
         return torch.zeros(size // ranks, self.seq_len, dtype=torch.long)
 
 
-def simulated(case: Case, layers: int) -> int:
-    """Peak bytes of a step of a model of that many layers, on rank 0."""
-    config = config_of(case.model, layers)
+def simulated(step: Step) -> int:
+    """Peak bytes on the GPU of rank 0."""
     with ExitStack() as stack:
-        if case.ranks > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
-            stack.callback(dist.destroy_process_group)
-        device = torch.device("cpu")  # a mesh knows its ranks by values
-        ranks = mesh(device)
-        of_fsdp = stack.enter_context(fsdp_mesh(device, shard=case.sharded))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=step.ranks)
+        stack.callback(dist.destroy_process_group)
+        ranks = mesh(GPU)  # a mesh knows its ranks by values
+        of_fsdp = stack.enter_context(fsdp_mesh(GPU, shard=step.sharded))
         stack.enter_context(patch("dotmoe.method.align.mesh", lambda device: ranks))
         stack.enter_context(without_values())
         alive = stack.enter_context(counted())
         task: Any
-        if case.train == "assignment":
-            task = _alignment(case, config, ranks)
+        kind: str = step.train
+        if kind == "repair":
+            with torch.no_grad():
+                _repair(step)
+            return alive.most
+        if step.train == "assignment":
+            task = _alignment(step, ranks)
             stack.enter_context(masked(task.dense, task.maskings))
         else:
-            task = _finetuning(case, config, of_fsdp)
-        stack.enter_context(recomputing(task.dense, case.checkpointing))
+            task = _finetuning(step, ranks, of_fsdp)
+        stack.enter_context(recomputing(task.dense, step.checkpointing))
         optimizer = adamw(task)
         alive.most = alive.now
         task.accumulate_gradients(0)  # two micro-batches: the second finds gradients
@@ -186,24 +171,57 @@ def without_values() -> Iterator[None]:
         soft_lNE = (affinity_lNE / tau).softmax(-1)
         return TransportPlan(soft_lNE, zeros_lE.double(), zeros_lE[:, 0], 1)
 
-    def rounded(assignment: LearnedAssignment, plan: TransportPlan) -> torch.Tensor:
-        return torch.zeros(assignment.affinity_LNE.shape[:2], dtype=torch.long)
+    def rounded(assignment: LearnedAssignment, plan: TransportPlan) -> Tensor:
+        return torch.zeros(assignment.affinity_LNE.shape[:2], dtype=torch.long, device=GPU)
 
     tensors = MagicMock()
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+        return output
+
+    plain = torch.tensor
+
+    def scalar(value: Any, **how: Any) -> Tensor:  # its device is written as that of other tensors
+        is_scalar = "device" in how and isinstance(value, float)
+        return torch.full((), value, **how) if is_scalar else plain(value, **how)
+
     with ExitStack() as stack:
         for place, name, value in (
+            (torch.nn.functional, "scaled_dot_product_attention", attention),
             (LearnedAssignment, "plan", plan),
             (LearnedAssignment, "rounded", rounded),
+            (torch, "tensor", scalar),
+            (FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == GPU.type)),
             (FakeTensor, "tolist", lambda tensor: [0.0] * tensor.numel()),
+            (FakeTensor, "__float__", lambda tensor: 0.5),
+            # No factorisation fails, and there is an error to repair.
+            (FakeTensor, "__bool__", lambda tensor: tensor.is_floating_point()),
+            (repair, "_MANY_TOKENS", 0),
+            (repair, "_drawn", lambda blocks, _: (torch.zeros(6, blocks.seq_len).long(), 4)),
             (Student, "_read", lambda *args: None),
             (nn.Module, "_apply", _replaced),
+            (Tensor, "pin_memory", lambda tensor: tensor),
+            (Tensor, "is_pinned", lambda tensor: True),
         ):
             stack.enter_context(patch.object(place, name, value))
+        gpu = MagicMock(device_count=lambda: 8)  # streams and events
+        stack.enter_context(patch("torch.lazy", gpu, create=True))
+        of_torch: tuple[tuple[str, Any], ...] = (
+            ("accelerator.current_stream", MagicMock()),
+            ("distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", lambda mesh: GPU),
+            ("optim.adam._get_value", lambda step: 1.0),
+            ("optim.optimizer._get_foreach_kernels_supported_devices", lambda: [GPU.type]),
+            ("optim.optimizer._get_fused_kernels_supported_devices", lambda: [GPU.type]),
+        )
+        for path, value in of_torch:
+            stack.enter_context(patch(f"torch.{path}", value))
         for module in ("method.finetuning", "models.load"):
             stack.enter_context(patch(f"dotmoe.{module}.Tensors", tensors))
         stack.enter_context(patch("dotmoe.models.load.fill_own_rows"))
         own = patch("dotmoe.method.align.own_rows", lambda x: slice(0, len(local_part(x))))
         stack.enter_context(own)
+        stack.enter_context(patch("importlib.util.find_spec", lambda name: None))  # no Triton
         soft = patch("dotmoe.method.router._saturated", lambda logits_TE, k: logits_TE.sigmoid())
         stack.enter_context(soft)
         stack.enter_context(FakeTensorMode())
@@ -236,85 +254,129 @@ def counted() -> Iterator[Alive]:
         yield alive
 
 
-def _alignment(case: Case, config: Any, ranks: Any) -> Alignment:
-    family, split, device = family_of(config), split_of(config), torch.device("cpu")
-    layers = config.num_hidden_layers
-    if case.sharded and ranks is not None:
-        described = DenseModel(
-            model=meta_model(config, torch.bfloat16), weights="meta", family=family, source=""
-        )
-        model = load_sharded(described, ranks, device, torch.bfloat16)
-    else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    dense = DenseModel(
-        model=model.requires_grad_(False).eval(),
-        weights="shards" if case.sharded else "memory",
-        family=family,
-        source="",
+def _described(step: Step) -> DenseModel:
+    config: Any = step.sizes.config
+    model = meta_model(config, torch.bfloat16)
+    return DenseModel(model=model, weights="meta", family=family_of(config), source="")
+
+
+def _layout(sizes: Sizes) -> Any:
+    split, widths = sizes.split, sizes.widths
+    layers, neurons = widths.layers, torch.arange(widths.ffn)
+    return SimpleNamespace(
+        granularity=split,
+        target=split.target,
+        moe_layers=range(layers),
+        num_experts=split.num_experts,
+        active_experts=split.active_experts,
+        router_LED=torch.zeros(layers, split.num_experts, widths.model, device=GPU),
+        expert_of_neuron_LN=torch.zeros(layers, widths.ffn, dtype=torch.long),
+        neurons_of_expert=lambda layer: neurons.view(-1, 128),
+        shared_neurons=lambda layer: torch.arange(0),
     )
+
+
+def _dense(step: Step, ranks: Any) -> DenseModel:
+    dense = _described(step)
+    if step.sharded and ranks is not None:
+        model = load_sharded(dense, ranks, GPU, torch.bfloat16)
+    else:
+        model = dense.model.to_empty(device=GPU)
+    model = model.requires_grad_(False).eval()
+    return replace(dense, model=model, weights="shards" if step.sharded else "memory")
+
+
+def _repair(step: Step) -> None:
+    """Repair every layer on a few tokens: those of a whole text are on the host."""
+    blocks: Any = Tokens(step.seq_len)
+    streams = _Streams(_dense(step, None), (_layout(step.sizes),), blocks, RepairConfig())
+    for index, target, problem, use in streams.problems():
+        weights, _ = _solution(problem(), target, 1, RIDGES[4])
+        prefix = f"model.layers.{index}.{target.module}"
+        use({f"{prefix}.{name}": weight.cpu() for name, weight in weights.items()})
+
+
+def _alignment(step: Step, ranks: Any) -> Alignment:
+    dense, (split,), widths = _dense(step, ranks), step.sizes.splits, step.sizes.widths
     state = AlignState(
-        affinity_LNE=torch.randn(layers, config.intermediate_size, split.columns),
-        router_LED=torch.randn(layers, split.num_experts, config.hidden_size),
+        affinity_LNE=torch.zeros(widths.layers, widths.ffn, split.columns, device=GPU),
+        router_LED=torch.zeros(widths.layers, split.num_experts, widths.model, device=GPU),
         step=0,
     )
-    how = AlignConfig(
-        batch_size=2 * case.micro_batch_size * case.ranks, micro_batch_size=case.micro_batch_size
-    )
-    blocks: Any = Tokens(case.seq_len)
+    how = AlignConfig(batch_size=step.batch_size, micro_batch_size=step.micro_batch_size)
+    blocks: Any = Tokens(step.seq_len)
     task = Alignment(dense, blocks, (state,), (split,), how, AssignmentConfig(), seed=0)
     for part in task.parts:  # a run keeps the start on the device only while it begins
         part.initial = None  # type: ignore[assignment]
     return task
 
 
-def _finetuning(case: Case, config: Any, ranks: Any) -> Finetuning:
-    split, layers = split_of(config), config.num_hidden_layers
-    layout: Any = SimpleNamespace(
-        moe_layers=range(layers),
-        active_experts=split.active_experts,
-        router_LED=torch.zeros(layers, split.num_experts, config.hidden_size),
-        neurons_of_expert=lambda layer: torch.arange(config.intermediate_size).view(-1, 128),
-        shared_neurons=lambda layer: torch.arange(0),
-    )
-    described = DenseModel(
-        model=meta_model(config, torch.bfloat16),
-        weights="meta",
-        family=family_of(config),
-        source="",
-    )
+def _finetuning(step: Step, ranks: Any, of_fsdp: Any) -> Finetuning:
     how = FinetuneConfig(
-        train=case.train,  # type: ignore[arg-type]
-        batch_size=2 * case.micro_batch_size * case.ranks,
-        micro_batch_size=case.micro_batch_size,
+        train=step.train,  # type: ignore[arg-type]
+        batch_size=step.batch_size,
+        micro_batch_size=step.micro_batch_size,
+        offload=step.offload,
+        kl_weight=float(step.distils),
     )
-    blocks: Any = Tokens(case.seq_len)
-    student = Student(described, layout, how, ranks, seed=0)
-    return Finetuning(student, None, blocks, how, seed=0)
+    blocks: Any = Tokens(step.seq_len)
+    student = Student(_described(step), _layout(step.sizes), how, of_fsdp, seed=0)
+    teacher = _dense(step, ranks) if step.distils and step.train == "everything" else None
+    return Finetuning(student, teacher, blocks, how, seed=0)
 
 
-def compared(case: Case, layers: int | None) -> dict[str, Any]:
-    """Simulated and planned peak of a model of so many layers, or of the whole one."""
+def compared(model: str, step: Step, layers: int | None) -> dict[str, Any]:
+    """Simulated and planned peak of the first layers of a model, or of the whole one."""
+
+    def of(number: int) -> Step:
+        return replace(step, sizes=sizes_of(SHAPES[model], number))
+
     if layers:
-        peak = simulated(case, layers)
+        step = of(layers)
+        peak = simulated(step)
     else:
-        ten, eleven = (simulated(case, few) for few in (10, 11))
-        peak = ten + (SHAPES[case.model][3] - 10) * (eleven - ten)
-    planned = case.planned(layers)
-    return {**asdict(case), "simulated": peak, "planned": planned, "ratio": planned / peak}
+        few, more = (simulated(of(number)) for number in DEPTHS)
+        peak = few + (SHAPES[model].layers - DEPTHS[0]) * (more - few)
+    names = ("train", "ranks", "sharded", "offload", "checkpointing", "micro_batch_size")
+    row = {name: getattr(step, name) for name in (*names, "seq_len", "distils", "on_host")}
+    return {"model": model, **row, "simulated": peak, "planned": planned(step)} | {
+        "ratio": planned(step) / peak
+    }
+
+
+def at_defaults(model: str) -> list[Step]:
+    """Repair and trainings by the default options, as the commands run them on 80 GB."""
+    is_large = model == "Qwen2.5-32B"  # which --sharding auto divides, and one GPU does not hold
+    steps = [] if is_large else [step_of(model, "repair")]
+    for ranks in (8,) if is_large else (1, 8):
+        align = step_of(model, "assignment", ranks, 4, sharded=is_large)
+        how = {"seq_len": 512, "sharded": ranks > 1, "distils": True}
+        tune = step_of(model, "everything", ranks, 4 if ranks == 1 else 1, **how)
+        steps += [fitting(each, ACCELERATORS["h100"].memory_bytes) for each in (align, tune)]
+    return steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int)
     layers = parser.parse_args().layers
-    trained = ["assignment", "everything"] + ["router"] * (layers is not None)
-    ways = product(trained, [(1, False), (8, False), (8, True)])
+    divided = {"ranks": 8, "sharded": True}
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("assignment", {}),
+        ("assignment", divided),
+        ("everything", {}),
+        ("everything", divided),
+        ("everything", divided | {"offload": True, "distils": True}),
+        ("router", {"ranks": 8}),
+    ]
+    steps = {"Qwen2.5-7B": [step_of("Qwen2.5-7B", "repair")]}
+    for (train, how), again in product(ways, (False, True)):
+        steps["Qwen2.5-7B"].append(step_of("Qwen2.5-7B", train, checkpointing=again, **how))
+    if not layers:
+        steps = {model: at_defaults(model) for model in SHAPES}
     rows = []
-    for model, (train, (ranks, sharded)), checkpointing in product(
-        ["Qwen2.5-7B"] if layers else SHAPES, [*ways], (False, True)
-    ):
-        how: dict[str, Any] = {"train": train, "ranks": ranks, "sharded": sharded}
-        rows.append(compared(Case(model=model, checkpointing=checkpointing, **how), layers))
+    for model, step in ((model, step) for model, each in steps.items() for step in each):
+        rows.append(compared(model, step, layers))
         print(json.dumps(rows[-1]), flush=True)
     if not layers:
         keep("results/simulated_memory.json", {"origin": "simulated", "rows": rows}, 0)

@@ -191,6 +191,7 @@ METHODS = {
     "shortgpt": "ShortGPT",
     "sleb": "SLEB",
 }
+SIMULATED = {"assignment": "align", "everything": "finetune", "repair": "repair"}
 PARTS = {
     "the paper's recipe": "DOT-MoE (paper), aligned",
     "our start, weights as they are": "dotmoe, frozen",

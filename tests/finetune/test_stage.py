@@ -13,6 +13,7 @@ from dotmoe.method.finetuning import finetune
 from dotmoe.method.layout import ExpertLayout, save_layouts
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import describe_dense
+from dotmoe.training.config import TrainingConfig
 from runs import torchrun, weights_of
 
 
@@ -69,6 +70,23 @@ def test_recomputing_and_small_micro_batches_change_memory_only(train):
         train(name, each, load=load, on_step=lambda step, metrics: steps.append(metrics))
     assert steps[2]["loss"] == pytest.approx(steps[0]["loss"], rel=1e-3)
     assert steps[2]["grad_norm"] == pytest.approx(steps[0]["grad_norm"], rel=0.02)
+
+
+@pytest.mark.parametrize("what", ["everything", "router"])
+def test_offloaded_weights_are_trained_to_the_same_bits_also_from_a_checkpoint(what, train):
+    config, load = replace(CONFIG, train=what), LoadConfig(device="cpu", dtype="bfloat16")
+    plain, stops = train("plain", config, load=load), iter([False, False, True])
+
+    def stop(step, metrics):
+        if next(stops, False):
+            raise KeyboardInterrupt
+
+    how = {"load": load, "training": TrainingConfig(checkpoint_every=2), "on_step": stop}
+    offloaded = replace(config, offload=True)
+    with pytest.raises(KeyboardInterrupt):
+        train("offloaded", offloaded, **how)
+    for name, tensor in train("offloaded", offloaded, **how).items():
+        assert torch.equal(tensor, plain[name]), name
 
 
 @pytest.mark.parametrize("what", ["everything", pytest.param("lora", marks=pytest.mark.slow)])

@@ -22,6 +22,11 @@ from dotmoe.measure.inspection.sizes import gathered, step_memory
 from dotmoe.models.family import family_of, meta_model
 
 RANKS = 8
+LLAMA_3_8B: dict[str, int] = {}
+QWEN_7B = {"hidden_size": 3_584, "intermediate_size": 18_944, "num_hidden_layers": 28}
+QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064}
+QWEN_32B = {"hidden_size": 5_120, "intermediate_size": 27_648, "num_hidden_layers": 64}
+QWEN_32B |= {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152_064}
 
 
 def planned(config, task="align", **options):
@@ -63,6 +68,27 @@ def test_the_papers_alignment_is_three_forwards_and_takes_less_than_its_three_ho
     # At the peak of eight H100 and nothing but products: 0.73 hours.
     assert 0.8 < found["hours"] < 3
     assert found["gpu_hours"] == pytest.approx(8 * found["hours"])
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "offloads"),
+    [
+        (QWEN_7B, 1, True),
+        (QWEN_7B, 8, False),
+        (LLAMA_3_8B, 1, True),
+        (LLAMA_3_8B, 8, False),
+        (QWEN_32B, 8, True),
+    ],
+)
+def test_all_defaults_fit_gpus_of_80_gb(config, gpus, offloads):
+    found = inspection(llama_3_8b(**config), gpu="h100", gpus=gpus, repair=True)
+    ways = {made["task"]: made["recommended"] for made in found["plans"]}
+    assert all(ways.values())
+    (conversion,) = found["conversions"]
+    stages = {row["stage"] for row in conversion["stages"]}
+    assert {row["stage"] for row in conversion["stages"] if row["fits"]} == stages >= {"repair"}
+    part = -(-found["counts"]["stored"] // gpus)
+    assert ways["finetune"]["on_host"] == offloads * 16 * part
 
 
 @pytest.mark.parametrize(
@@ -168,7 +194,9 @@ def test_a_step_that_does_not_fit_recomputes_then_takes_fewer_sequences(train):
     plain, again = needed(), needed(checkpointing=True)
     assert fitting(one, plain) == one
     assert fitting(one, again) == replace(one, checkpointing=True)
+    is_offloaded = train == "everything"
     least = replace(one, checkpointing=True, micro_batch_size=1)
+    least = replace(least, offload=is_offloaded, sharded=is_offloaded)
     for size in (4, 2, 1):
         changes = {"checkpointing": True, "micro_batch_size": size}
         if needed(**changes) < again:  # else both have the same peak, at the end of the backward

@@ -19,7 +19,7 @@ from dotmoe.run.folder import RunFolder
 
 HOW = [
     *("out", "training", "load.device", "load.sharding", "align.activation_checkpointing"),
-    *("run", "finetune.activation_checkpointing", "time"),
+    *("run", "finetune.activation_checkpointing", "finetune.offload", "time"),
 ]
 """Options of either command that only say how a run is made."""
 

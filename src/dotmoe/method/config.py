@@ -219,6 +219,9 @@ class FinetuneConfig(ObjectiveConfig):
     unchosen: Literal["mean", "zero"] = "mean"
     """Gradient of the routing mask for experts that did not run: `mean` of those that ran, as their
     output is unknown; `zero`, as for the paper's sliced experts."""
+    offload: Annotated[bool, HOW] = False
+    """Keep weights, gradients and moments in the host's memory and run the optimizer there: a GPU
+    holds a layer only while it computes. Slower; on by itself where nothing else would fit."""
     lora_rank: Annotated[int, at_least(1)] = 16
     """Rank of each adapter, whose output is scaled by 32 / rank; an expert has one adapter for each
     of its three projections."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dotmoe.common.distributed import (
     fsdp_mesh,
@@ -45,8 +45,8 @@ class Student(nn.Module):
     """A model whose split FFNs are experts, read from the dense model's files under FSDP2.
 
     A rank holds its rows of every tensor (experts are rows), or all rows if it is alone in its
-    group. Trained parameters are float32, cast to the model's dtype to compute: at the paper's
-    learning rate most updates of a 16-bit weight would be rounded away.
+    group; with `offload` on the host. Trained parameters are float32, cast to the model's dtype to
+    compute: at the paper's learning rate most updates of a 16-bit weight would be rounded away.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class Student(nn.Module):
             mean_if_unchosen=config.unchosen == "mean",
         )
         model: Any = dense.model
-        is_divided = ranks.size() > 1 or dtype != torch.float32  # else nothing is divided or cast
+        # Else nothing is divided, cast or moved.
+        is_divided = ranks.size() > 1 or dtype != torch.float32 or config.offload
         self.dense = replace(dense, weights="shards" if is_divided else "memory")
         self.model = model
         self.ffns = tuple(make_sparse(dense, layout, self.routing))
@@ -86,10 +87,12 @@ class Student(nn.Module):
         for ffn in self.ffns:
             ffn.router.requires_grad_(True)
         if is_divided:
-            self._divide(ranks, dtype)
+            self._divide(ranks, dtype, offload=config.offload)
+        home = torch.device("cpu") if config.offload else device
+        rest = None if config.offload else device  # FSDP2 has put these in their places
         # Like nn.Module.to_empty, which would empty buffers and routers, too.
         self._apply(  # type: ignore[no-untyped-call]
-            lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device)
+            lambda each: torch.empty_like(each, device=home) if each.is_meta else each.to(rest)
         )
         model.tie_weights()
         with torch.no_grad():
@@ -104,14 +107,17 @@ class Student(nn.Module):
         """Run `compute()` as one forward pass of FSDP."""
         return compute()
 
-    def _divide(self, ranks: DeviceMesh, dtype: torch.dtype) -> None:
-        """Shard all weights with FSDP2; a layer is whole only while it runs."""
+    def _divide(self, ranks: DeviceMesh, dtype: torch.dtype, *, offload: bool) -> None:
+        """Shard all weights with FSDP2; a layer is whole, and on the GPU, only while it runs."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        how: dict[str, Any] = {"mesh": ranks}
+        if offload:
+            how["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device_type != "cpu")
         for ffn in self.ffns:
             if not self.routing.own_dtype:
-                fully_shard(ffn.router, mesh=ranks)  # a group of its own, which stays float32
+                fully_shard(ffn.router, **how)  # a group of its own, which stays float32
         for layer in (*self.dense.family.layers(self.model), self):
-            fully_shard(layer, mesh=ranks, mp_policy=policy)
+            fully_shard(layer, mp_policy=policy, **how)
         for module in self.modules():
             if isinstance(module, FSDPModule):  # ranks have parts of a batch: sum, not mean
                 module.set_gradient_divide_factor(1.0)
@@ -272,6 +278,7 @@ def finetune(
     """
     device = resolved_device(load.device)
     dtype, shard = computed_in(dense, config, load)
+    shard |= config.offload  # else gradients would add up in a GPU's memory, whole
     raise_on_all_ranks(lambda: require_trainable(dtype))
     teacher = None
     if config.kl_weight > 0 and (config.train == "everything" or origin is not None):

@@ -95,7 +95,7 @@ class Objective:
                 hidden_TD,
                 taught,
                 head_of(self.dense),
-                next_token_labels(tokens_BT),
+                next_token_labels(tokens_BT.to(hidden_TD.device)),
                 readout_of(self.dense.config),
                 kl_weight=0.0 if taught is None else config.kl_weight,
                 ce_weight=config.ce_weight,

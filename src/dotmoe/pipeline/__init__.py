@@ -31,6 +31,7 @@ from dotmoe.common.errors import UserError, require_package
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.options import checked, values_of
 from dotmoe.common.progress import Progress
+from dotmoe.common.tables import in_bytes
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.export.write import export, export_dtype, require_exportable
@@ -519,9 +520,9 @@ def _fitting(
     `placed` is the dtype that it computes in, and whether ranks shard the weights.
     """
     device, (dtype, sharded) = resolved_device(run.config.load.device), placed
-    train = how.train if isinstance(how, FinetuneConfig) else "assignment"
+    train, offload = getattr(how, "train", "assignment"), getattr(how, "offload", False)
 
-    def fitted() -> tuple[bool, int]:
+    def fitted() -> dict[str, Any]:
         sizes = Sizes(dense.config, splits, stored=dtype, written=dtype)
         step = Step(
             sizes=sizes,
@@ -534,19 +535,22 @@ def _fitting(
             on_cpu=device.type == "cpu",
             checkpointing=how.activation_checkpointing,
             ranks=num_ranks(),
-            sharded=sharded,
+            sharded=sharded or offload,
+            offload=offload,
         )
         chosen = fitting(step, memory_of(device))
+        size = chosen.micro_batch_size
         if chosen != step:
+            host = f", offload to {in_bytes(chosen.on_host)} of the host's memory for each rank"
             run.progress.log(
-                f"a step would not fit into memory, by estimate: activation_checkpointing is on, "
-                f"micro_batch_size {chosen.micro_batch_size}"
+                "a step would not fit into memory, by estimate: activation_checkpointing is on, "
+                f"micro_batch_size {size}" + host * chosen.offload
             )
-        return chosen.checkpointing, chosen.micro_batch_size
+        changes = {"micro_batch_size": min(how.micro_batch_size, size)}
+        changes |= {"activation_checkpointing": chosen.checkpointing}
+        return changes | ({"offload": True} if chosen.offload else {})
 
-    checkpointing, size = broadcast_from_rank_zero(fitted)
-    size = min(how.micro_batch_size, size)
-    return replace(how, activation_checkpointing=checkpointing, micro_batch_size=size)
+    return replace(how, **broadcast_from_rank_zero(fitted))
 
 
 def _extract(run: _Run, dense: DenseModel, splits: Splits, states: States | None) -> Baselines:

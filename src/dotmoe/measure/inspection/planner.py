@@ -26,6 +26,8 @@ USABLE_SHARE = 0.9
 """Share of a GPU's memory to use; the rest is for framework, allocator and errors of estimates."""
 AS_FAST = 0.99
 """Share of the highest speed that still counts as the highest."""
+HOST_BYTES_PER_S, HOST_LINK_BYTES_PER_S = 100e9, 25e9
+"""Rates, per GPU, of a host's memory and of its link to the GPU, assumed."""
 LINK_SHARE = 0.7
 """Share of a link's rate that collectives are assumed to reach."""
 MOST_GPUS = 1_024
@@ -196,11 +198,18 @@ def seconds(step: Step, machine: Accelerator) -> dict[str, float]:
     F and B are the rates of the device, u_p and u_m the shares of them that a step reaches.
     """
     share, flops = machine.efficiency, products(step)
-    return {
+    parts = {
         part: flops.get(part, 0) / (share.products * machine.flops_per_s)
         + amount / (share.moved * machine.bytes_per_s)
         for part, amount in bytes_moved(step, share).items()
     }
+    if step.offload:
+        # A micro-batch reads weights for forward and backward, and gives gradients.
+        copies = 3 * -(-step.part(step.batch_size) // step.micro_batch_size)
+        own = step.part(step.trained)
+        parts["optimizer"] = ADAM_BYTES * own / HOST_BYTES_PER_S
+        parts["copies from and to the host"] = copies * FLOAT32 * own / HOST_LINK_BYTES_PER_S
+    return parts
 
 
 def traffic(step: Step) -> int:
@@ -223,21 +232,26 @@ def traffic(step: Step) -> int:
 def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int) -> dict[str, Any]:
     """Recommend how to run on `tokens` tokens on `nodes` nodes of `gpus` GPUs, as JSON values.
 
-    `choices` are the ways to run at the largest micro-batch: whole weights, sharded ones, and both
-    with checkpointing. `recommended` is the fastest that fits, or an earlier one that is as fast;
-    if none fits it is None, as are the hours, and `gpus_needed` is how many GPUs would do.
+    `choices` are the ways to run at the largest micro-batch: whole weights, sharded ones, both with
+    checkpointing, and on a GPU with what is trained on the host, too. `recommended` is the fastest
+    that fits, or an earlier one that is as fast; if none fits it is None, as are the hours, and
+    `gpus_needed` is how many GPUs would do.
     """
     ranks, choices = gpus * nodes, []
     step = replace(step, held=machine.held, on_cpu=machine.on_cpu)
-    for checkpointing, sharded in product((False, True), (False, True)[: min(2, ranks)]):
+    can_offload = step.train == "everything" and not machine.on_cpu
+    ways = [*product((False,), (False, True), (False, True)[: min(2, ranks)])]
+    ways += [(True, checkpointing, ranks > 1) for checkpointing in (False, True) if can_offload]
+    for offload, checkpointing, sharded in ways:
         way = replace(step, ranks=ranks, sharded=sharded, checkpointing=checkpointing)
+        way = replace(way, offload=offload)
         fits = most_at_once(way, machine)
         way = replace(way, micro_batch_size=max(1, fits))
         choices.append({**_on_machine(way, machine, gpus, nodes), "fits": fits > 0})
     fitting = [choice for choice in choices if choice["fits"]]
     best = max((choice["tokens_per_s"] for choice in fitting), default=0)
     chosen = next((each for each in fitting if each["tokens_per_s"] >= AS_FAST * best), None)
-    least = replace(step, sharded=True, checkpointing=True)
+    least = replace(step, sharded=True, checkpointing=True, offload=can_offload)
     enough = (n for n in range(1, MOST_GPUS + 1) if most_at_once(replace(least, ranks=n), machine))
     hours = None if chosen is None else tokens / chosen["tokens_per_s"] / 3_600
     return {
@@ -266,9 +280,12 @@ def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict
         communication = (1 - 1 / step.ranks) * traffic(step) / rate
         parts["waiting for communication"] = max(0.0, communication - sum(parts.values()))
     step_s = sum(parts.values())
+    place = "offloaded" if step.offload else "sharded" if step.sharded else "whole"
     return {
-        "way": ("sharded" if step.sharded else "whole") + ", ckpt" * step.checkpointing,
+        "way": place + ", ckpt" * step.checkpointing,
         "sharded": step.sharded,
+        "offload": step.offload,
+        "on_host": step.on_host,
         "checkpointing": step.checkpointing,
         "micro_batch_size": step.micro_batch_size,
         "memory": memory,
@@ -282,13 +299,16 @@ def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict
 def fitting(step: Step, memory_bytes: int) -> Step:
     """The step if it fits into a device, else as a change lets it fit.
 
-    Tried are activation checkpointing, then smaller micro-batches with it; the last one is of one
-    sequence, whether it fits or not.
+    Tried are activation checkpointing, then smaller micro-batches with it, then what is trained on
+    the host, if it is all; the last one is of one sequence, whether it fits or not.
     """
-    ways, size = [step], step.micro_batch_size
-    while size:
-        ways.append(replace(step, checkpointing=True, micro_batch_size=size))
-        size //= 2
+    ways = [step]
+    for offload in (step.offload, True)[: 1 + (step.train == "everything" and not step.on_cpu)]:
+        size = step.micro_batch_size
+        while size:
+            way = replace(step, offload=offload, sharded=step.sharded or offload)
+            ways.append(replace(way, checkpointing=True, micro_batch_size=size))
+            size //= 2
     most = USABLE_SHARE * memory_bytes
     return next((way for way in ways if sum(step_memory(way).values()) <= most), ways[-1])
 

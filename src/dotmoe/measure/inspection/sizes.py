@@ -90,6 +90,8 @@ class Step:
     """Number of GPUs, over all nodes."""
     sharded: bool = False
     """Each GPU keeps a part of every dense weight."""
+    offload: bool = False
+    """Weights, gradients and moments of a finetuning are on the host, in this GPU's part."""
 
     @property
     def tokens(self) -> int:
@@ -132,6 +134,11 @@ class Step:
         entries += sizes.moe_layers * 3 * split.num_experts * (width + split.expert_size)
         return sizes.counts.routers + FinetuneConfig().lora_rank * entries
 
+    @property
+    def on_host(self) -> int:
+        """Bytes that one GPU's part of a training takes on the host."""
+        return self.offload * 4 * FLOAT32 * self.part(self.trained)
+
     def part(self, number: int) -> int:
         """The part of `number` items on one GPU, rounded up."""
         return -(-number // self.ranks)
@@ -149,11 +156,11 @@ def step_memory(step: Step) -> Items:
     weights, working = counts.dense_total, FFN_TENSORS_IN_BACKWARD * step.neurons
     if step.sharded and step.ranks > 1:
         weights = step.part(weights)
-    if not step.is_alignment and step.held < FLOAT32:
+    if not step.is_alignment and (step.held < FLOAT32 or step.offload):
         # Cast layer by layer, as if gathered; embedding and head stay to the end of the step.
         in_layers = min(2, layers) * sizes.layer_parameters
         whole = in_layers + counts.input_embedding + counts.output_head
-        weights = whole + (step.train != "everything") * weights
+        weights = whole + (step.train != "everything" and not step.offload) * weights
     elif step.sharded and step.ranks > 1:
         weights += gathered(sizes)
     if step.train == "lora":
@@ -169,18 +176,21 @@ def step_memory(step: Step) -> Items:
     else:
         is_divided = step.sharded and step.train == "everything"
         own = step.part(step.trained) if is_divided else step.trained
+        own *= not step.offload
         trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
         if step.distils and step.train == "everything":  # else the student itself teaches
             total = counts.dense_total
             trained["teacher"] = step.held * (step.part(total) if step.sharded else total)
         if step.train == "everything":
-            trained["gradient of the head"] = FLOAT32 * sizes.widths.vocabulary * width
+            trained["gradient of the head"] = step.held * sizes.widths.vocabulary * width
         trains_experts = step.train in ("everything", "lora")  # else their inputs are not kept
         working += (ROWS_IN_BACKWARD - 1 + trains_experts) * sizes.split.active_experts * width
     # One chunk of logits: three tensors in float32, and the logits themselves if in 16 bits.
     vocabulary = sizes.widths.vocabulary
     rows = min(tokens, chunk_rows(vocabulary, on_cpu=step.on_cpu))
     chunk = rows * vocabulary * (3 * FLOAT32 + step.held * (step.held < FLOAT32))
+    if step.train == "everything":  # the gradient of the head in float32, and what a chunk adds
+        chunk += (2 * FLOAT32 - step.held) * vocabulary * width
     peak = {
         "dense weights": step.held * weights,
         **trained,
@@ -202,9 +212,10 @@ def step_memory(step: Step) -> Items:
 
 
 def gathered(sizes: Sizes) -> int:
-    """Number of sharded parameters whole at one moment: this layer and the next, or the head."""
-    layers = min(2, sizes.widths.layers) * sizes.layer_parameters
-    return max(layers, sizes.widths.vocabulary * sizes.widths.model)
+    """Number of sharded parameters whole at one moment: a layer, and the next or the embedding."""
+    # FSDP2 gathers the embedding behind the first layer's backward, even if it is frozen.
+    embedding = sizes.widths.vocabulary * sizes.widths.model
+    return sizes.layer_parameters + max(sizes.layer_parameters, embedding)
 
 
 def kept_per_token(step: Step) -> int:

@@ -24,11 +24,13 @@ from dotmoe.measure.inspection.sizes import (
     evaluation_memory,
     export_memory,
     exported_bytes,
+    gathered,
     repair_memory,
 )
 from dotmoe.method.calibrate import OUTLIER_TOKENS, ROUNDS
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS, repair_tokens
+from dotmoe.models.load import LARGEST_SHARE
 from dotmoe.run.config import RunConfig
 
 TOKENS_PER_S = 200_000
@@ -143,7 +145,8 @@ class Stages:
                 - (0 if machine.on_cpu else items.get(STREAMS, 0)),
                 "disk": written,
             }
-            for name, work, items, written in self._all(machine)
+            for name, work, whole, written in self._all(machine)
+            for items in [self._as_placed(whole, name, machine, gpus * nodes)]
         ]
         if align is not None:
             way = align["recommended"] or align["choices"][-1]
@@ -163,6 +166,18 @@ class Stages:
             "hours": None if None in hours else sum(hours),
             "fits": all(row["fits"] for row in rows),
         }
+
+    def _as_placed(self, items: Items, stage: str, machine: Accelerator, ranks: int) -> Items:
+        """The memory of a stage, with dense weights where `--sharding auto` puts them.
+
+        What ranks divide for the start from data, rank zero reads from disk in its own stages.
+        """
+        weights = machine.held * self.sizes.counts.dense_total
+        is_whole = ranks == 1 or machine.on_cpu or weights <= LARGEST_SHARE * machine.memory_bytes
+        if is_whole or "dense weights" not in items:
+            return items
+        divided = -(-weights // ranks) * (stage == "start from data")
+        return {**items, "dense weights": machine.held * gathered(self.sizes) + divided}
 
     def forward(self, machine: Accelerator, tokens: int) -> Work:
         """A forward pass of the decoder layers of the dense model."""

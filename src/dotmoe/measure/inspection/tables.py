@@ -134,6 +134,7 @@ def _plans(run: Values, plans: list[Values]) -> Table:
     for plan in plans:
         if way := plan["recommended"]:
             at_once, memory = str(way["micro_batch_size"]), in_bytes(way["memory_total"])
+            memory += f", host {in_bytes(way['on_host'])}" if way["on_host"] else ""
             speed, hours = f"{way['tokens_per_s']:,.0f}", f"{plan['gpu_hours']:,.0f}"
             time = in_time(plan["hours"])
             rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])
