@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from dotmoe.measure.analyse.overhead import OF_ASSIGNMENT, Clock, mask_cost
 from dotmoe.measure.inspection.planner import Accelerator, products, seconds
@@ -226,34 +224,15 @@ class Step:
         with masked(self.dense, self.task.maskings):
             return passes * sum(mask_cost(self.task, self.clock))
 
-    def peak_bytes(self, *, checkpointing: bool = False) -> int:
-        """Peak bytes of the tensors alive during a step, weights included.
-
-        On CUDA, as the allocator counts them. On a CPU, the tensors that exist before the step plus
-        the peak of what the allocator hands out during it.
-        """
-        self.taken(checkpointing=checkpointing)
+    def peak_bytes(self, *, checkpointing: bool = False) -> int | None:
+        """Peak bytes of a step on a GPU, weights included, as the allocator counts them."""
         device = self.dense.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.taken(checkpointing=checkpointing)
-            return torch.cuda.max_memory_allocated(device)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self.taken(checkpointing=checkpointing)
-        alive = most = 0
-        for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-            if event.name() == "[memory]":
-                alive += event.nbytes()
-                most = max(most, alive)
-        return self._held_bytes() + most
-
-    def _held_bytes(self) -> int:
-        tensors = [*self.dense.model.parameters(), *self.dense.model.buffers(), *self.parameters]
-        for state in self.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
-        tensors += [value for value in self.task.state().values() if isinstance(value, Tensor)]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(storages.values())
+        if device.type != "cuda":  # `simulated_memory.py` counts without one
+            return None
+        self.taken(checkpointing=checkpointing)
+        torch.cuda.reset_peak_memory_stats(device)
+        self.taken(checkpointing=checkpointing)
+        return torch.cuda.max_memory_allocated(device)
 
 
 def random_state(subject: Subject, seed: int) -> AlignState:
@@ -332,9 +311,10 @@ def summary(record: dict[str, Any], subject: Subject) -> dict[str, Any]:
     }
     for name, taken in zip(NAMES, (plain, again), strict=True):
         predicted = subject.predicted(here, checkpointing=NAMES[name])
+        peak, time_s = record["peak_bytes"][name], sum(predicted["predicted_s"].values())
         found["planned"][name] = predicted | {
-            "time_ratio": sum(predicted["predicted_s"].values()) / median(taken),
-            "memory_ratio": predicted["predicted_bytes"] / record["peak_bytes"][name],
+            "time_ratio": time_s / median(taken),
+            "memory_ratio": peak and predicted["predicted_bytes"] / peak,
         }
     return found
 
