@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dotmoe import finetune_recipe, pipeline
 from dotmoe.cli import run
 from dotmoe.method.layout import ExpertLayout
 from runs import KEEPING_NOTHING, TINY_CONVERT, torchrun, words
@@ -57,3 +58,12 @@ def test_what_ranks_cannot_run_is_refused_in_one_line(
     assert message in line
     assert not re.search(r'File ".*/dotmoe/', finished.stderr), "torchrun's own traceback is all"
     assert not out.exists()
+
+
+def test_the_default_finetuning_gives_each_of_eight_ranks_a_row_and_reads_as_much(monkeypatch):
+    default = finetune_recipe(run="RUN", out="OUT")
+    assert pipeline._for_each_rank(default) == default
+    monkeypatch.setattr(pipeline, "num_ranks", lambda: 8)
+    how, given = pipeline._for_each_rank(default).finetune, default.finetune
+    assert how.batch_size == 8
+    assert how.steps * how.batch_size == given.steps * given.batch_size

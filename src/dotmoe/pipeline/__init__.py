@@ -156,9 +156,13 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
     """
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
-            config = raise_on_all_ranks(lambda: checked(config))
+            given = raise_on_all_ranks(lambda: checked(config))
+            config = _for_each_rank(given)
             source, converted = raise_on_all_ranks(lambda: _source(config))
             run = _Run(config, converted, config.finetune, progress)
+            if config != given:
+                how, ranks = config.finetune, num_ranks()
+                run.progress.log(f"batch_size {ranks} and {how.steps} steps, one row for each rank")
             if run.start(work, source):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
@@ -432,6 +436,15 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
         )
     data = replace(source.config.data, seq_len=config.data.seq_len)
     return source, replace(source.config, data=config.data if config.data.data else data)
+
+
+def _for_each_rank(config: FinetuneRunConfig) -> FinetuneRunConfig:
+    """The config, with batches of a row for each rank and as many rows in all if it has smaller."""
+    how, ranks = config.finetune, num_ranks()
+    if how.batch_size >= ranks:
+        return config
+    steps = -(-how.steps * how.batch_size // ranks)
+    return replace(config, finetune=replace(how, batch_size=ranks, steps=steps))
 
 
 def _require_unedited(source: FinishedRun) -> None:
