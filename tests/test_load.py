@@ -134,7 +134,7 @@ BEFORE_WEIGHTS = [
     (without("config.json"), "holds no config.json"),
     (with_text("config.json", "{not json"), "config.json is not JSON"),
     (with_text("config.json", "[1, 2]"), "config.json must hold one JSON object"),
-    (with_text("config.json", '{"hidden_size": 8}'), "model_type is ''"),
+    (with_text("config.json", '{"hidden_size": 8}'), "names no model_type"),
     (with_config(model_type=["llama"]), "model_type is .*'llama'.*which dotmoe cannot convert"),
     (with_config(hidden_act="relu"), "hidden_act is 'relu'"),
     (with_config(hidden_size="wide"), "is no valid llama config"),

@@ -216,7 +216,7 @@ def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
     source.write_text("".join(TEXTS))
     corpus = TextConfig(text=[source], window=32)
     config = EvaluateConfig(model=model, out=tmp_path / "out", corpus=corpus, load=CPU)
-    found = evaluate(config, command="dotmoe evaluate x")
+    found = evaluate(config, command="dotmoe evaluate x")["perplexity"]
     assert json.loads((tmp_path / "out" / "perplexity.json").read_text()) == found
     assert (found["name"], found["dtype"], found["unit"]) == (model, "float32", "token")
     assert (found["origin"], found["command"]) == ("measured", "dotmoe evaluate x")
@@ -238,7 +238,9 @@ def test_of_two_models_both_are_there_at_first_and_one_is_in_memory(
 
     monkeypatch.setattr(models, "loaded", load_alone)
     model, corpus = str(tiny_dense("llama")), TextConfig(text=(str(text_file),), max_tokens=64)
-    both = evaluate(EvaluateConfig(model=model, against=model, corpus=corpus, load=CPU))
+    both = evaluate(EvaluateConfig(model=model, against=model, corpus=corpus, load=CPU))[
+        "perplexity"
+    ]
     assert both["model"] == both["against"]
     assert len(loaded) == 2
     with pytest.raises(UserError, match="nowhere does not exist"):
@@ -296,7 +298,8 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
 
     def measured(window=None):
         corpus = TextConfig(text=source, window=window)
-        return evaluate(EvaluateConfig(model="~/out", corpus=corpus, tokenizer=dense.source))
+        config = EvaluateConfig(model="~/out", corpus=corpus, tokenizer=dense.source)
+        return evaluate(config)["perplexity"]
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("dotmoe.export.llama_cpp.LlamaCppModel", even_chances)

@@ -85,7 +85,8 @@ def printed():
             if arguments and arguments[0] in COMMANDS and len(arguments) > 1:
                 yield name, arguments
     for run_name, entry in tomllib.loads((ROOT / "experiments/runs.toml").read_text()).items():
-        command = shlex.split(re.sub(r"\{(\w+)\}", "RUN", entry["command"].replace("{seed}", "0")))
+        line = entry["command"].replace("{seed}", "0").replace("{out}", "OUT")
+        command = shlex.split(re.sub(r"\{(\w+)\}", "RUN", line))
         if command[0] == "dotmoe":
             yield f"runs.toml, {run_name}", command[1:]
 

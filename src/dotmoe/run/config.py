@@ -96,7 +96,7 @@ class FinetuneRunConfig:
 
     def check_together(self) -> None:
         """Refuse options for reading a text if no text is named, to train nothing, RUN as OUT."""
-        if self.run == self.out:
+        if self.run and self.run == self.out:
             raise UserError(f"RUN and OUT are both {self.run}. Name a new folder as OUT.")
         if self.finetune.train == "router" and self.finetune.router_rate == 0:
             raise UserError("lr_router is 0, but train is router: nothing would learn. Raise it.")
