@@ -187,7 +187,12 @@ STAGE_OF = {"tokenise": "data", "start from data": "calibrate", "alignment": "al
 STAGE_OF |= {"dense layers": "dense_layers", "extraction": "extract", "evaluation": "evaluate"}
 
 
-@pytest.mark.parametrize("name", CHOICES)
+QUICK = ("default", "trained-router", "in-a-day")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CHOICES]
+)
 def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
     name, tiny_dense, text_file, tmp_path, capsys
 ):
