@@ -53,7 +53,8 @@ PLACEHOLDERS = {"NAME": "cmoe", "K": "3", "R": "2"}
 
 def fenced(text):
     """Command lines of a document's code blocks without a language, comments taken off."""
-    for block in re.findall(r"^```(?:text)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    for block in (block for language, block in blocks if language in ("", "text")):
         for line in block.replace("\\\n", " ").splitlines():
             if re.match(r"(dotmoe|torchrun|python|pip|make) ", line):
                 yield shlex.split(line, comments=True)
