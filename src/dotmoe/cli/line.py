@@ -169,10 +169,11 @@ class Line(NamedTuple):
         if self.name not in ("convert", "inspect") or config.align.steps or "--steps" in typed:
             return
         options = {f"--{field.name.replace('_', '-')}" for field in fields(AlignConfig)}
-        for word in options.intersection(typed) if config.method == "dot_moe" else ():
+        unused = [word for word in typed if word in options] * (config.method == "dot_moe")
+        if unused:
             raise UserError(
-                f"{word} is an option of the alignment, which is off. Give --steps as well, or "
-                f"finetune the converted model with dotmoe finetune, or leave {word} out."
+                f"{unused[0]} is an option of the alignment, which is off. Give --steps as well, "
+                f"or finetune the converted model with dotmoe finetune, or leave {unused[0]} out."
             )
 
     def _start(self, command: str) -> tuple[Any, list[str], list[str]]:

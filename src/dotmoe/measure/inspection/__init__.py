@@ -143,10 +143,10 @@ def chosen_in_time(
         )
     model, folder = dense_config(config.model)
     stored, device = stored_dtype(model, folder), resolved_device(config.load.device)
-    settled_to, _, sizes, _ = _sized(model, config, stored)
+    meant, _, sizes, _ = _sized(model, config, stored)
     here = here or _measured(device, config, stored)
-    stages, gpus = Stages.of(sizes, settled_to), num_ranks()
-    training = _trainings(sizes, settled_to).get("align")
+    stages, gpus = Stages.of(sizes, meant), num_ranks()
+    training = _trainings(sizes, meant).get("align")
     align = None if training is None else plan(training[0], here, gpus, 1, tokens=training[1])
     said = list[str]()
     for name, how, choice in stages.repaired(CHOICES):

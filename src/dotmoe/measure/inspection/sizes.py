@@ -213,7 +213,7 @@ def step_memory(step: Step) -> Items:
 
 def gathered(sizes: Sizes) -> int:
     """Number of sharded parameters whole at one moment: a layer, and the next or the embedding."""
-    # FSDP2 gathers the embedding behind the first layer's backward, even if it is frozen.
+    # FSDP2 gathers the embedding after the first layer's backward, even if it is frozen.
     embedding = sizes.widths.vocabulary * sizes.widths.model
     return sizes.layer_parameters + max(sizes.layer_parameters, embedding)
 
