@@ -1,5 +1,7 @@
 """The loop on a toy task. Oracles: PyTorch's optimizer and schedulers, an uninterrupted run."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -7,12 +9,15 @@ from torch.optim import lr_scheduler
 from toy_tasks import SCHEDULE, Regression, interrupt, metrics_in, trained
 
 from dotmoe.common.errors import UserError
+from dotmoe.training import folder
 
 
-def test_killed_and_resumed_is_bit_identical_to_uninterrupted(tmp_path):
-    whole = trained(tmp_path / "whole")
+def test_killed_and_resumed_is_bit_identical_to_uninterrupted(tmp_path, monkeypatch):
+    """The checkpoint of step 5 is written when the weights are those of step 8."""
+    whole, save, stepped = trained(tmp_path / "whole"), folder.save, threading.Event()
+    monkeypatch.setattr(folder, "save", lambda *all, **how: stepped.wait(60) and save(*all, **how))
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "cut", {8: interrupt})
+        trained(tmp_path / "cut", {7: lambda task, metrics: stepped.set(), 8: interrupt})
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')  # a line cut short by the kill
     resumed = trained(tmp_path / "cut", {4: interrupt})  # never reached: the checkpoint has 5 steps

@@ -1,14 +1,17 @@
-"""Trouble on one of two ranks, forked from this process: both decide alike."""
+"""Trouble on one of two ranks, forked from this process: both decide alike, and resume alike."""
 
 import multiprocessing
 import os
+import resource
 import signal
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy_tasks import Regression
+from toy_tasks import EVERY_5, Regression
 
+from dotmoe.cli import message_of
 from dotmoe.common.distributed import divided, mesh, rank
 from dotmoe.common.errors import Interrupted, UserError
 from dotmoe.training.config import TrainingConfig
@@ -17,52 +20,62 @@ from dotmoe.training.loop import train
 
 
 class Troubled(Regression):
-    """3 layers over two ranks; the last may be spoilt in step 3, and its rank is signalled in 6."""
+    """3 layers over two ranks; things happen on the second, which has the last."""
 
-    def __init__(self, *, is_spoilt):
-        super().__init__()
-        self.is_spoilt = is_spoilt
-        self.tower = nn.Parameter(divided(torch.ones(3, 4), mesh(torch.device("cpu"))))
+    def __init__(self, events=None):
+        super().__init__(events if rank() == 1 else None)
+        self.tower = nn.Parameter(divided(torch.ones(3, 50_000), mesh(torch.device("cpu"))))
 
     def parameter_groups(self):
         return [{"params": [("tower", self.tower)], "lr": 0.1, "first_layer": 0}]
 
     def accumulate_gradients(self, step):
-        metrics = super().accumulate_gradients(step)
-        self.tower.grad = torch.ones_like(self.tower)
-        if self.is_spoilt and rank() == 1 and step == 3:
-            self.tower.grad.to_local().fill_(torch.nan)
-        if rank() == 1 and step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return metrics
+        self.tower.grad = (step + 1) * torch.ones_like(self.tower)
+        return super().accumulate_gradients(step)
 
 
-def in_trouble(folder, number, results):
-    """What the troubles end in: an error, a signal."""
+def spoil(task, metrics):
+    task.tower.grad.to_local().fill_(torch.nan)
+
+
+def terminate(task, metrics):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def limit_files(task, metrics, size=100_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def in_trouble(folder, number):
+    """An error, a signal, a full disk, and nothing: each run goes on from the one before."""
     store = dist.FileStore(str(folder / "meeting"), 2)
     dist.init_process_group("gloo", store=store, rank=number, world_size=2)
-    try:
-        train(Troubled(is_spoilt=True), folder, TrainingConfig(checkpoint_every=4))
-    except UserError as error:
-        told = str(error)
-    try:
-        train(Troubled(is_spoilt=False), folder)
-    except Interrupted as stop:
-        results.put((told, stop.signum))
+    place = "at step 4; the first gradient that is not finite is that of tower, layer 2"
+    with pytest.raises(
+        UserError, match=rf"{place}\. The last good checkpoint is .*step_00000002\."
+    ):
+        train(Troubled({3: spoil}), folder, TrainingConfig(checkpoint_every=2))
+    with pytest.raises(Interrupted, match="SIGTERM stopped the run after step 7"):
+        train(Troubled({6: terminate}), folder)
+    with pytest.raises(OSError, match="was truncated") as full:
+        train(Troubled({8: limit_files}), folder, EVERY_5)
+    assert message_of(full.value).startswith("the disk is full")
+    assert rank() or os.listdir(folder / "checkpoints") == ["step_00000007"]
+    limit_files(None, None, resource.RLIM_INFINITY)
+    task, whole = Troubled(), Troubled()
+    train(task, folder, EVERY_5)
+    train(whole, folder / "whole")
+    assert torch.equal(task.tower.to_local(), whole.tower.to_local())
     dist.destroy_process_group()
 
 
 def test_ranks_decide_alike(tmp_path):
+    (tmp_path / "whole").mkdir()
     fork = multiprocessing.get_context("fork")
-    results = fork.Queue()
-    ranks = [fork.Process(target=in_trouble, args=(tmp_path, n, results)) for n in (0, 1)]
+    ranks = [fork.Process(target=in_trouble, args=(tmp_path, number)) for number in (0, 1)]
     for process in ranks:
         process.start()
-    for _ in ranks:
-        told, signum = results.get(timeout=120)
-        assert "at step 4; the first gradient that is not finite is that of tower, layer 2" in told
-        assert signum == signal.SIGTERM
     for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
-    assert Checkpoints(tmp_path).newest().name == "step_00000007"
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert Checkpoints(tmp_path).newest().name == "step_00000012"

@@ -19,9 +19,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dotmoe.common.errors import RankError, UserError, one_line
 
 Result = TypeVar("Result")
+Group = dist.ProcessGroup | None
+"""A group of all ranks; None: the default one."""
 
 _MATMUL: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+# Rank 0 tokenises alone, which can take hours; if a rank has died, torchrun ends the others.
+_LONGEST_WAIT = timedelta(days=1)
 
 
 class _ReportedElsewhereError(UserError):
@@ -153,8 +157,7 @@ def process_group(device: torch.device) -> Iterator[None]:
                 f"torchrun with --nproc-per-node {num_gpus}."
             )
         torch.cuda.set_device(local_rank)
-    # Rank 0 tokenises alone, which can take hours; if a rank has died, torchrun ends the others.
-    dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(days=1))
+    dist.init_process_group(_BACKENDS[device.type], timeout=_LONGEST_WAIT)
     if device.type == "cuda":  # between GPUs nobody waits for rank 0's work on files
         limit_wait(device, timedelta(minutes=30))
     if not is_rank_zero():
@@ -219,7 +222,12 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def raise_on_all_ranks(make: Callable[[], Result]) -> Result:
+def group_for_a_thread() -> Group:
+    """A new group of all ranks, in which a thread may talk while others do; None without ranks."""
+    return dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
+
+
+def raise_on_all_ranks(make: Callable[[], Result], group: Group = None) -> Result:
     """Run `make` on every rank; if it fails on one, every rank raises, with that rank's message.
 
     `make` must not communicate: a rank that fails would leave the others waiting.
@@ -231,8 +239,7 @@ def raise_on_all_ranks(make: Callable[[], Result]) -> Result:
         result = make()
     except Exception as error:  # noqa: BLE001  (reported to every rank and raised there)
         own = error
-    failures: list[str | None] = [None] * num_ranks()
-    dist.all_gather_object(failures, None if own is None else str(own) or type(own).__name__)
+    failures = gathered(None if own is None else str(own) or type(own).__name__, group)
     failed = [f"rank {number}: {text}" for number, text in enumerate(failures) if text is not None]
     if not failed:
         return result
@@ -241,20 +248,18 @@ def raise_on_all_ranks(make: Callable[[], Result]) -> Result:
     raise UserError(failed[0]) if is_rank_zero() else _ReportedElsewhereError(failed[0])
 
 
-def gathered(own: Result) -> list[Result]:
+def gathered(own: Result, group: Group = None) -> list[Result]:
     """What each rank gives, pickled, in the order of ranks; all must call this."""
     results = [own] * num_ranks()
     if num_ranks() > 1:
-        dist.all_gather_object(results, own)
+        dist.all_gather_object(results, own, group)
     return results
 
 
-def broadcast_from_rank_zero(make: Callable[[], Result]) -> Result:
+def broadcast_from_rank_zero(make: Callable[[], Result], group: Group = None) -> Result:
     """Run `make` on rank 0 alone; every rank gets its result, pickled, or its error."""
-    results = [raise_on_all_ranks(lambda: make() if is_rank_zero() else None)]
-    if num_ranks() > 1:
-        dist.broadcast_object_list(results, src=0)
-    return results[0]  # type: ignore[return-value]
+    made = raise_on_all_ranks(lambda: make() if is_rank_zero() else None, group)
+    return gathered(made, group)[0]  # type: ignore[return-value]
 
 
 def local_part(tensor: Tensor) -> Tensor:

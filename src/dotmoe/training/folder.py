@@ -6,14 +6,13 @@ values. Every rank must see the same folder.
 """
 
 import errno
-import hashlib
-import io
 import json
 import logging
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -22,14 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dotmoe.common.distributed import broadcast_from_rank_zero, gathered, is_rank_zero
+from dotmoe.common.distributed import (
+    Group,
+    broadcast_from_rank_zero,
+    group_for_a_thread,
+    is_rank_zero,
+    local_part,
+    memory_of,
+)
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import (
-    Checksum,
     DamagedError,
     checksums,
     complete_folder,
@@ -55,14 +61,49 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkpoints"
+        self._thread: ThreadPoolExecutor | None = None
+        self._group: Group = None
+        self._writing: Future[None] | None = None
 
-    def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Write a checkpoint atomically. All ranks must call it.
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """Within this context, which all ranks enter, `save` need not wait; its end does."""
+        self._group = group_for_a_thread()
+        with ThreadPoolExecutor(1) as self._thread:
+            yield
+
+    def is_writing(self) -> bool:
+        """Whether this rank still writes in the background."""
+        return self._writing is not None and not self._writing.done()
+
+    def finish(self) -> None:
+        """Wait for what is under way, and raise its error, on all ranks alike."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], values: dict[str, Any], *, wait: bool = True
+    ) -> None:
+        """Write a checkpoint atomically, after the one under way. All ranks must call it.
 
         All but the newest are deleted first, so that the disk never holds three. Plain tensors and
         values are equal on all ranks; each rank writes its part of a DTensor. If this fails
         (`OSError`: the disk is full), nothing is left of it, and the newest stays.
+
+        With `wait` False it is written in the background, from a copy in host memory, unless the
+        copies of this machine's ranks would take over a quarter of that; `finish` raises its error.
         """
+        self.finish()
+        copied = sum(local_part(tensor).nbytes for tensor in tensors.values())
+        copied *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if wait or self._thread is None or copied > memory_of(torch.device("cpu")) / 4:
+            self._write(step, tensors, values)
+        else:
+            copies: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
+            self._writing = self._thread.submit(self._write, step, copies, values)
+
+    def _write(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         with ExitStack() as writing:
 
             def begin() -> Path:
@@ -72,24 +113,19 @@ class Checkpoints:
                     shutil.rmtree(old, ignore_errors=True)
                 return writing.enter_context(complete_folder(self.folder / f"step_{step:08d}"))
 
-            partial = broadcast_from_rank_zero(begin)
+            partial = broadcast_from_rank_zero(begin, self._group)
             try:
                 writer = FileSystemWriter(partial)
-                writer.fs = summing = _Summing()
-                save(dict(tensors), storage_writer=writer)
+                save(dict(tensors), storage_writer=writer, process_group=self._group)
             except CheckpointException as error:
                 raise _cause_of(error) from error
-            written = {
-                name: sums for own in gathered(summing.written) for name, sums in own.items()
-            }
 
             def complete() -> None:
-                others = [file.name for file in partial.iterdir() if file.name not in written]
-                files = written | checksums(partial, others)
+                files = checksums(partial, [file.name for file in partial.iterdir()])
                 write_text(partial / _MANIFEST, with_checksum({"files": files, "values": values}))
                 writing.close()
 
-            broadcast_from_rank_zero(complete)
+            broadcast_from_rank_zero(complete, self._group)
 
     def load(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
         """Fill tensors in place from the newest whole checkpoint, and return its plain values.
@@ -133,37 +169,6 @@ class Checkpoints:
 
     def _newest_first(self) -> list[Path]:
         return sorted(self.folder.glob("step_*"), reverse=True)
-
-
-class _Summing(FileSystem):
-    """A file system that sums up tensor files while they are written: none is read again."""
-
-    def __init__(self) -> None:
-        self.written = dict[str, Checksum]()
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        path = Path(path)
-        if path.suffix != ".distcp":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with _Summed(io.FileIO(path, mode)) as summed:
-            yield summed
-        sums = {"bytes": path.stat().st_size, "sha256": summed.sha256.hexdigest()}
-        self.written[path.name] = sums
-
-
-class _Summed(io.BufferedWriter):
-    """A file that is written from its first byte to its last, with its SHA-256."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        super().__init__(file)
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        return super().write(data)
 
 
 def _cause_of(error: CheckpointException) -> BaseException:

@@ -120,7 +120,7 @@ def train(
         first_step = saved["step"]
         task.micro_batch_size = min(task.micro_batch_size, saved["micro_batch_size"])
         watch = LossWatch(**saved["losses"])
-    with metrics_log(folder, first_step) as log, stop_requests() as signals:
+    with metrics_log(folder, first_step) as log, stop_requests() as signals, checkpoints.thread():
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
             before = {name: tensor.clone() for name, tensor in task.state().items()}
@@ -143,13 +143,20 @@ def train(
             on_step(step + 1, metrics)
             is_due = (step + 1) % (training.checkpoint_every or schedule.steps) == 0
             is_due |= time.monotonic() - last_save >= _CHECKPOINT_SECONDS
-            # Whether any rank has received a signal, and whether rank 0 wants a checkpoint.
-            reasons = [*(number in signals for number in _SIGNALS), is_due and is_rank_zero()]
-            *stops, save = sum_over_ranks(torch.tensor(reasons).long()).tolist()
-            if any(stops) or save or step + 1 == schedule.steps:
+            # Whether any rank has received a signal, rank 0 wants a checkpoint, or any writes one.
+            flags = [
+                checkpoints.is_writing(),
+                is_due and is_rank_zero(),
+                *map(signals.count, _SIGNALS),
+            ]
+            writing, save, *stops = sum_over_ranks(torch.tensor(flags)).tolist()
+            if not writing:
+                checkpoints.finish()
+            is_last = any(stops) or step + 1 == schedule.steps
+            if is_last or save:
                 size, losses = task.micro_batch_size, asdict(watch)
                 values = {"step": step + 1, "micro_batch_size": size, "losses": losses}
-                checkpoints.save(step + 1, _tensors(task, optimizer), values)
+                checkpoints.save(step + 1, _tensors(task, optimizer), values, wait=is_last)
                 last_save = time.monotonic()
             for number, num_ranks_stopped in zip(_SIGNALS, stops, strict=True):
                 if num_ranks_stopped:
@@ -248,6 +255,7 @@ def _worst_place(optimizer: torch.optim.Optimizer) -> str:
 
 def _stop(what: str, checkpoints: Checkpoints) -> None:
     """Raise the error that ends a run whose loss or gradient is bad."""
+    checkpoints.finish()
     last = max(checkpoints.folder.glob("step_*"), default=None)
     saved = "There is no checkpoint yet" if last is None else f"The last good checkpoint is {last}"
     raise UserError(f"{what} {saved}. Start again with a lower lr or max_grad_norm.")
