@@ -28,7 +28,7 @@ from runs import TINY_CONVERT, TINY_FINETUNE
 
 OPTIONS = TINY_CONVERT | {"active_experts": 4}
 del OPTIONS["steps"]
-KINDS = ("random_split", "co_activation", "static_pruning", "expert_weaver", "cmoe", "lte")
+KINDS = ("random_split", "co_activation", "static_pruning", "cmoe", "lte")
 """Without and with a router of its own, which may run any number of experts; with neurons that are
 left out, or always on."""
 

@@ -30,7 +30,6 @@ from dotmoe.rivals.baselines import (
     state_of,
 )
 from dotmoe.rivals.baselines.contract import balanced_kmeans, optimal_assignment
-from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates
 from dotmoe.rivals.baselines.llama_moe_v2 import importance, most_listed
 from dotmoe.rivals.baselines.lte import soft_stage
 from dotmoe.rivals.baselines.moefication import by_predictor, co_activation_counts
@@ -534,44 +533,3 @@ def test_lte_runs_the_experts_over_the_threshold_and_comes_near_the_budget(dense
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert shares[0].tolist() == pytest.approx(over.mean(axis=1))
     assert abs(over.mean() - K / E) < 0.15
-
-
-# --- ExpertWeaver
-
-
-@pytest.mark.parametrize(("special", "shared"), [(0, 3), (E * S // 2, 2), (E * S, 1)])
-@torch.no_grad()
-def test_expert_weaver_shares_more_where_fewer_neurons_are_special(
-    special, shared, dense, inputs_of
-):
-    """Of k = 4 experts 0.93, 0.6, 0.27 always run; SiLU is linear in small numbers."""
-    mlp, inputs = dense.model.model.layers[1].mlp, inputs_of("expert_weaver")
-    mean = list(inputs.layers())[1].x_TD.mean(dim=0)
-    gate = mlp.gate_proj.weight
-    gate[special:] *= 30
-    gate[:special] -= torch.outer(gate[:special] @ mean, mean) / mean.square().sum()
-    gate[:special] *= 1e-3
-    made = splits("expert_weaver", inputs)[1]
-    x = made.layer.x_TD.double().numpy()
-    rows = mlp.gate_proj.weight.double().numpy()
-    texts = np.split(silu(x @ rows.T), len(inputs.tokens_BT))
-    profiles = np.stack([text.mean(axis=0) for text in texts])
-    sizes = np.abs(profiles).mean(axis=0)
-    share = (profiles.std(axis=0, ddof=1) / sizes > 0.6).mean()
-    assert min(round((0.7 - 0.5 * share) / 0.75 * K), K - 1) == shared
-    expert = made.expert_of_neuron_N.numpy()
-    order = np.argsort(-sizes)
-    assert expert[order[: shared * S]].tolist() == [n // S for n in range(shared * S)]
-    routed = order[shared * S :]
-    assert np.bincount(expert[routed]).tolist() == [0] * shared + [S] * (E - shared)
-    centres = np.stack([profiles[:, expert == e].mean(axis=1) for e in range(E)])
-    away = ((profiles.T[routed] - centres[expert[routed]]) ** 2).sum()
-    chance = np.random.default_rng(0).permuted(np.tile(expert[routed], (50, 1)), axis=1)
-    for other in chance:
-        centre = np.stack([profiles[:, routed[other == e]].mean(axis=1) for e in set(other)])
-        assert away < ((profiles.T[routed] - centre[other - shared]) ** 2).sum()
-    gates = np.stack([rows[expert == e].mean(axis=0) for e in range(E)])
-    runs = by_shared_and_gates(made.own, made.layer.x_TD, made.layer.x_TD, K).bool().numpy()
-    scores = x @ gates.T
-    scores[:, :shared] = np.inf
-    assert (runs == top(scores)).all()

@@ -124,7 +124,7 @@ def test_what_needs_weights_refuses_where_they_are_not(tiny_dense, tokens_BT, tm
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("method", ["static_pruning", "cmoe", "expert_weaver", "weight_clusters"])
+@pytest.mark.parametrize("method", ["static_pruning", "cmoe", "weight_clusters"])
 def test_a_method_splits_weights_on_disk_as_those_in_memory(
     method, dense_of, tokens_BT, nothing_is_kept
 ):

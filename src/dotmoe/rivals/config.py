@@ -7,7 +7,7 @@ from dotmoe.common.options import at_least
 
 BASELINES = (
     *("random_split", "contiguous_split", "static_pruning", "weight_clusters"),
-    *("co_activation", "lte", "llama_moe_v2", "llama_moe_v2_residual", "expert_weaver", "cmoe"),
+    *("co_activation", "lte", "llama_moe_v2", "llama_moe_v2_residual", "cmoe"),
 )
 """Methods that split FFNs, in the order of tables; `dotmoe.rivals.baselines` implements them."""
 PRUNERS = (

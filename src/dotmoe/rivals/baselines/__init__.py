@@ -25,7 +25,6 @@ from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
 from dotmoe.rivals.baselines.contract import LayerSplit, Own, gated
 from dotmoe.rivals.baselines.contract import SplitInputs as SplitInputs
 from dotmoe.rivals.baselines.controls import dealt, static_pruning
-from dotmoe.rivals.baselines.expert_weaver import by_shared_and_gates, expert_weaver
 from dotmoe.rivals.baselines.llama_moe_v2 import llama_moe_v2
 from dotmoe.rivals.baselines.lte import above_threshold, lte
 from dotmoe.rivals.baselines.moefication import by_predictor, co_activation, weight_clusters
@@ -57,7 +56,6 @@ METHODS = {
     "lte": Method(lte, own=above_threshold, experts_of="weight_clusters"),
     "llama_moe_v2": Method(llama_moe_v2),
     "llama_moe_v2_residual": Method(llama_moe_v2, has_shared_expert=True),
-    "expert_weaver": Method(expert_weaver, own=by_shared_and_gates),
     "cmoe": Method(cmoe, has_shared_expert=True, own=by_representatives),
 }
 """Methods to compare DOT-MoE with, by command-line name; by names of `BASELINES`."""
