@@ -15,7 +15,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.tables import in_bytes
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.page import html, html_report, markdown, summary
-from dotmoe.measure.report.plots import NO_PLOTS, draw_all
+from dotmoe.measure.report.plots import NO_PLOT
 from runs import weights_of
 
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text())
@@ -94,7 +94,7 @@ def test_tasks_are_averaged_in_the_metric_of_the_paper(found, page):
 def test_what_an_export_notes_stands_on_the_page(found):
     note = "The first token of every text is at a near-tie in layer 1."
     found.export["notes"] = [note]
-    assert note in html(found, {})
+    assert note in html(found)
     assert note in markdown(found)
 
 
@@ -103,7 +103,7 @@ def test_hostile_text_stays_text_and_nothing_is_praised_that_was_not_tested(foun
     found.files["generation"]["model"]["prompts"][0] = HOSTILE
     found.files["perplexity"]["against"]["name"] = "another/model"
     found.config["note"] = HOSTILE
-    source = html(found, {})
+    source = html(found)
     page = Page(source)
     assert " ".join(HOSTILE.split()) in page.text
     assert not any("http://evil" in value for value in page.values_of("src"))
@@ -210,18 +210,17 @@ def test_an_edited_export_is_told_from_what_was_measured(bare):
 
 def test_the_same_files_give_the_same_page(measured, found):
     pytest.importorskip("matplotlib")
-    made = html(found, draw_all(found))
+    made = html(found)
     assert made == (measured / "7_report" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_page_without_matplotlib_says_so(bare, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert run(["report", str(bare)]) == 0
-    assert capsys.readouterr().err.split() == NO_PLOTS.split()
+    assert capsys.readouterr().err.split() == NO_PLOT.split()
     page = read_page(bare / "7_report" / "report.html")
-    assert NO_PLOTS in page.text
+    assert NO_PLOT in page.text
     assert "img" not in page.tags
-    assert not (bare / "7_report" / "plots").exists()
 
 
 def test_the_command_writes_where_it_is_told(bare, tmp_path, capsys):

@@ -71,7 +71,7 @@ COMMANDS = {
     ),
     "analyse": Command("Analyse a finished run: load and outputs of experts, costs."),
     "bench": Command("Compare the speed and memory of a dense model and its MoE."),
-    "report": Command("Write one page with plots of everything that was measured on a run."),
+    "report": Command("Write one page with everything that was measured on a run."),
 }
 """Commands by name; `dotmoe.cli.line` knows their options, `run_NAME` in `commands` runs each."""
 

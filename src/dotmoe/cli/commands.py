@@ -127,4 +127,4 @@ def run_report(config: measuring.ReportConfig, line: str) -> None:
         raise UserError(f"--out {out} is not a file in an existing folder. Name one, as a.html.")
     print(page.html_report(folder, out))
     if not plots.is_installed():
-        _show(plots.NO_PLOTS, to_stderr=True)
+        _show(plots.NO_PLOT, to_stderr=True)

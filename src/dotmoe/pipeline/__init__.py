@@ -92,7 +92,7 @@ class Conversion:
     export: Path
     """The checkpoint, loadable by stock Transformers."""
     report: Path
-    """HTML page on what the conversion lost and gained; `report.md` is the same without plots."""
+    """HTML page on what the conversion lost and gained; `report.md` is the same without plot."""
     results: dict[str, Any]
     """Contents of `6_evaluate/results.json`; empty on ranks other than rank zero."""
 

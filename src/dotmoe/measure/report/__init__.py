@@ -1,4 +1,4 @@
-"""Report: shows result files as tables, plots and sentences. It computes no result again.
+"""Report: shows result files as tables, sentences and one picture. It computes no result again.
 
 This module reads the result files of a run, once per report. What was not measured is absent.
 """

@@ -3,7 +3,6 @@
 import base64
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -15,8 +14,8 @@ from rich.text import Text
 from dotmoe.common.files import Values, read_json
 from dotmoe.common.tables import to_markdown, to_rich
 from dotmoe.measure.report import RunResults, quickstart_models
-from dotmoe.measure.report.plots import NO_PLOTS, as_svg, draw_all, is_installed
-from dotmoe.measure.report.sections import TINY, Block, Blocks, in_short, overview, sections
+from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
+from dotmoe.measure.report.sections import TINY, Blocks, in_short, overview, sections
 from dotmoe.method.granularity import from_record, targets_of
 from dotmoe.run.folder import STAGES
 
@@ -42,8 +41,7 @@ def html_report(run: Path, page: Path | None = None) -> Path:
     unfinished run or a damaged result file.
     """
     results, file = RunResults(run), page or default_page(run)
-    figures = draw_all(results) if is_installed() else {}
-    text = html(results, figures)
+    text = html(results)
     file.parent.mkdir(exist_ok=True)
     file.write_text(text, encoding="utf-8")
     if page is None:
@@ -56,21 +54,25 @@ def default_page(run: Path) -> Path:
     return (run if (run / "quickstart.json").is_file() else run / "7_report") / "report.html"
 
 
-def html(run: RunResults, figures: Mapping[str, Any]) -> str:
-    """The report as one HTML page that loads nothing; `figures` are the plots of `draw_all`.
+def html(run: RunResults) -> str:
+    """The report as one HTML page that loads nothing.
 
     Raises a `UserError` if a result file lacks a value that the page shows.
     """
+    shown, picture = _shown(run), b""
+    if is_installed():
+        with run.reading("6_evaluate/curve.json"):
+            picture = quality_svg(run.models, run.results["parameters"], run.files.get("curve"))
     return _TEMPLATES.get_template("page.html.jinja").render(
-        **_shown(run),
+        **shown,
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
-        plots={name: base64.b64encode(as_svg(each)).decode() for name, each in figures.items()},
-        note="" if is_installed() else NO_PLOTS,
+        picture=base64.b64encode(picture).decode(),
+        note="" if picture else NO_PLOT,
     )
 
 
 def markdown(run: RunResults) -> str:
-    """The report in Markdown: the same sections without plots."""
+    """The report in Markdown: the same sections without the picture."""
     return _TEMPLATES.get_template("page.md.jinja").render(_shown(run))
 
 
@@ -83,7 +85,6 @@ def _shown(run: RunResults) -> dict[str, Any]:
         first: Blocks = [
             in_short(results["moe"], results["dense"], counts),
             overview(run.models, counts),
-            Block("plot", "Perplexity of each model; less is better.", "models"),
         ]
     changed = f", {run.name}," if run.is_finetuned or run.is_repaired else ""
     title = f"{run.dense_model}{changed} as a Mixture-of-Experts"
@@ -93,7 +94,7 @@ def _shown(run: RunResults) -> dict[str, Any]:
 def summary(run: Path) -> RenderableType:
     """What `dotmoe convert` and `dotmoe finetune` print when they finish."""
     results = RunResults(run)
-    said, table, *_ = _shown(results)["first"]
+    said, table = _shown(results)["first"]
     return Group(to_rich(table), Text("\n".join(["", said, *_what_next(results)])))
 
 

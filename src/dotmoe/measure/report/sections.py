@@ -1,4 +1,4 @@
-"""Content of the report as data: sections of sentences, tables and plots."""
+"""Content of the report as data: sections of sentences and tables."""
 
 import json
 import shlex
@@ -31,11 +31,11 @@ class Block:
     """A piece of a section that is neither a paragraph nor a table."""
 
     kind: str
-    """`note`, `warning`, `command`, `plot`, `sample` or `folded`."""
+    """`note`, `warning`, `command`, `sample` or `folded`."""
     text: str
-    """Text of the block: a plot's caption, a sample's prompt, a folded text's title."""
+    """Text of the block: a sample's prompt, a folded text's title."""
     content: Any = None
-    """Name of the plot, the sample's continuations by model, or the folded text or table."""
+    """The sample's continuations by model, or the folded text or table."""
 
 
 Blocks = list[str | Table | Block]
@@ -60,7 +60,6 @@ def _curve(run: RunResults, curve: Values) -> Blocks:
         Block(
             "command", f"dotmoe export {shlex.quote(str(run.folder))} --in-place --active-experts K"
         ),
-        Block("plot", "Perplexity against the parameters that work on a token.", "active_experts"),
         curve_table(curve),
     ]
 
@@ -115,8 +114,7 @@ def _analysis(_: RunResults, analysis: Values) -> Blocks:
         blocks.append(Block("warning", sentence) if line.startswith("warning") else sentence)
     if analysis["values"].get("warnings") == []:
         blocks.append("No expert is dead or always on, and no layer's load is uneven.")
-    caption = f"{analysis['title']}, {analysis['tokens']:,} tokens."
-    return [*blocks, Block("plot", caption, analysis["analysis"])]
+    return [*blocks, Block("note", f"{analysis['title']}, {analysis['tokens']:,} tokens.")]
 
 
 def _training(name: str, run: RunResults) -> Blocks:
@@ -125,8 +123,9 @@ def _training(name: str, run: RunResults) -> Blocks:
         return ["None: the start was extracted without alignment."] * is_start
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
-    said = f"{len(steps):,} steps, {seconds:,.0f} s in total; the loss goes from {first} to {last}."
-    return [said, Block("plot", "Each step uses different text, so the losses scatter.", name)]
+    return [
+        f"{len(steps):,} steps, {seconds:,.0f} s in total; the loss goes from {first} to {last}."
+    ]
 
 
 def _checks(_: RunResults, results: Values) -> Blocks:
