@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
-from dotmoe.export.record import set_active_experts
 from dotmoe.measure.evaluate import EvaluateConfig, evaluate
 from dotmoe.method.masked import masked_by
 from dotmoe.models import scoring
@@ -72,8 +71,7 @@ def test_every_figure_is_what_torch_computes_from_whole_logits(family, exported,
 
 
 def test_with_all_experts_on_it_is_the_dense_model(exported):
-    case = exported()
-    set_active_experts(case.folder, 12)
+    case = exported(layout={"active_experts": 12})
     found = measured(case.folder, case.corpus, against=case.dense.source)
     assert found["kl"] < 1e-4
     assert found["top1_agreement"] > 0.99

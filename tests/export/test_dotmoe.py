@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
 from dotmoe.export.config import ExportConfig
-from dotmoe.export.record import set_active_experts
 from dotmoe.export.write import require_exportable
 from dotmoe.method.granularity import Granularity
 from export.comparison import logits_of, masked_logits, step_by_step, stock_logits
@@ -51,8 +50,8 @@ def test_it_computes_the_masked_model_with_and_without_a_cache(
     expected = masked_logits(dense, made.layout, rows)
     close(logits_of(model, rows), expected)
     close(step_by_step(model, rows), expected)
-    set_active_experts(made.folder, made.layout.num_experts)
-    close(stock_logits(made.folder, rows), logits_of(dense.model, rows))
+    all_on = {made.record.active_experts_key: made.layout.num_experts}
+    close(stock_logits(made.folder, rows, **all_on), logits_of(dense.model, rows))
 
 
 @pytest.mark.parametrize("family", ["smollm3", "gemma3_text"])

@@ -91,7 +91,6 @@ def test_both_are_repaired(tiny_dense, text_file, command, tmp_path):
 REFUSED = {
     "finetune RUN OUT": "experts made of heads, which cannot be trained",
     "export RUN OUT --format gguf": "experts made of heads",
-    "export RUN --in-place --active-experts 2": "cannot be changed",
     "convert embedded OUT --data TEXT --heads-per-expert 2": "targets is ffn",
     "convert embedded OUT --data TEXT --targets both --shared 0.2": "only targets ffn can",
     "convert embedded OUT --data TEXT --targets attention --heads-per-expert 4": "divide the 6",

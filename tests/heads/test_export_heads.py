@@ -12,8 +12,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from dotmoe.common.errors import UserError
-from dotmoe.export.record import set_active_experts
 from dotmoe.measure.bench import weights_of
 from export.comparison import masked_logits, step_by_step, stock_logits
 from heads.families import FAMILIES, head_layout
@@ -109,8 +107,7 @@ def test_both_targets_and_leading_dense_layers(family, exported, layout_of, toke
     torch.testing.assert_close(made.model(tokens_BT).logits, expected, rtol=1e-4, atol=5e-4)
     names = {name for name, _ in made.model.named_parameters()}
     assert {"model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.experts.down_proj"} <= names
-    with pytest.raises(UserError, match="this dotmoe export is for one k"):
-        set_active_experts(made.folder, 2)
+    assert not made.record.active_experts_editable
 
 
 def test_the_loss_of_one_of_several_batches_is_divided_by_the_tokens_of_all(exported, tokens_BT):
@@ -159,10 +156,12 @@ def test_the_record_counts_the_heads_that_run_and_names_servers_that_cannot(expo
     idle = 2 * 2 * 64 * 16 * 2  # layers, idle heads, W_Q and W_O
     assert 2 * weights["expert"]["products"] == idle
     assert record.parameters["dense"] - record.parameters["active"] == idle
-    half = record.with_active_experts(1)
-    assert record.parameters["active"] - half.parameters["active"] == idle // 2
-    changed = set_active_experts(made.folder, 4)
-    assert changed.parameters["active"] == record.parameters["dense"]
-    assert "a learned router runs 4 per token" in (made.folder / "README.md").read_text()
-    whole, expected = stock_logits(made.folder, tokens_BT), made.dense.model(tokens_BT).logits
+    assert record.parameters["active"] - record.at(1)[1] == idle // 2
+    assert record.at(4)[1] == record.parameters["dense"]
+    assert "a learned router runs 2 per token" in (made.folder / "README.md").read_text()
+    all_on = {record.active_experts_key: 4}
+    whole, expected = (
+        stock_logits(made.folder, tokens_BT, **all_on),
+        made.dense.model(tokens_BT).logits,
+    )
     torch.testing.assert_close(whole, expected, **CLOSE)

@@ -201,13 +201,6 @@ def test_a_run_of_heads_is_proposed_what_it_can_have(found):
     assert "dotmoe bench" not in proposed
 
 
-def test_an_edited_export_is_told_from_what_was_measured(bare):
-    assert "now runs" not in read_page(html_report(bare)).text
-    assert run(["export", str(bare), "--in-place", "--active-experts", "4"]) == 0
-    text = read_page(html_report(bare)).text
-    assert "now runs k = 4, and ran it in what evaluate and bench measured after this edit." in text
-
-
 def test_the_same_files_give_the_same_page(measured, found):
     pytest.importorskip("matplotlib")
     made = html(found)

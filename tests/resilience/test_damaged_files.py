@@ -3,7 +3,6 @@
 Oracle: the uninterrupted run, byte by byte. All kinds of damage to a file are in `test_files.py`.
 """
 
-import json
 import shutil
 
 import pytest
@@ -75,15 +74,3 @@ def test_the_remedy_in_the_message_repairs_the_run(name, finished, command, tmp_
     path.unlink() if path.is_file() else shutil.rmtree(path)
     assert command(*copy.command()).status == 0
     assert copy.tensors() == finished.tensors()
-
-
-def test_a_changed_k_is_told_settled_by_edit_and_not_finetuned(finished, command, tmp_path):
-    copy = finished.copied_to(tmp_path / "run")
-    path = copy.folder / "5_export" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts_per_tok": 5}, indent=2))
-    evaluate = ["evaluate", copy.folder, "--text", finished.options["data"], "--max-tokens", 64]
-    assert "dotmoe export" in command(*evaluate).refusal()
-    assert command("export", copy.folder, "--in-place", active_experts=5).status == 0
-    assert command(*evaluate).status == 0
-    refused = command("finetune", copy.folder, tmp_path / "tuned").refusal()
-    assert "5 experts per token, but 3 would be finetuned" in refused

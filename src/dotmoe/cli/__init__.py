@@ -65,7 +65,7 @@ COMMANDS = {
         ),
         recipes="finetune",
     ),
-    "export": Command("Write a finished run in another format or with another k, also in place."),
+    "export": Command("Write a finished run in another format or with another k."),
     "evaluate": Command(
         "Measure a model: perplexity, benchmark tasks, fidelity to the dense model, samples."
     ),

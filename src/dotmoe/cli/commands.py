@@ -84,10 +84,6 @@ def run_export(config: running.ReexportConfig, line: str) -> None:
     with Progress().bar("export") as update:
         record = reexport(config, update)
     split = f"{record.active_experts} of {record.num_experts} experts"
-    if config.in_place:
-        active = f"{record.parameters['active']:,} parameters active."
-        _show(f"{config.run}: {split} run per token, {active}", *map("- {}".format, record.notes))
-        return
     was_run = (record.verification or {}).get("run", True)  # None: a GGUF without llama.cpp
     verified = "verified" if was_run else "its bytes verified; not run without llama-cpp-python"
     _show(

@@ -1,7 +1,6 @@
-"""Record and model card of an export; verify its checksums, and change its k."""
+"""Record and model card of an export; verify its checksums."""
 
-import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,13 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from dotmoe import __version__
-from dotmoe.common.errors import UserError, require_package
+from dotmoe.common.errors import UserError
 from dotmoe.common.files import (
     Checksum,
     checksums,
-    complete_folder,
-    content_sha256,
     damage_in,
-    read_json,
     read_with_checksum,
     with_checksum,
-    write_json,
 )
 from dotmoe.common.tables import Table, figure, percent, to_markdown
 from dotmoe.export.format import Conversion, Format
@@ -30,11 +25,9 @@ from dotmoe.method.layout import splits_in
 from dotmoe.models.family import TARGETS
 
 RECORD_FILE = "dotmoe.json"
-CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _REMEDY = "Export the run again: dotmoe export RUN OUT."
-_EDITED = "k was changed after export"
 _SIZES = (
     *("num_experts", "expert_size", "active_experts"),
     *("shared_size", "dropped_size", "first_dense_layers"),
@@ -68,8 +61,6 @@ class ExportRecord:
     active_experts: int
     active_fraction: float
     """Share of a split layer's FFN neurons in the dense model that run per token."""
-    verified_active_experts: int
-    """The k at which `routers` and `verification` were measured."""
     active_experts_key: str
     active_experts_editable: bool
     parameters: dict[str, int]
@@ -87,9 +78,7 @@ class ExportRecord:
     """Reasons why the export failed its verification; empty if it passed."""
     notes: list[str]
     checksums: dict[str, Checksum]
-    """Size and SHA-256 of the export's files except record, config and card."""
-    config_sha256: str | None
-    """SHA-256 of the config without its k; None for a GGUF, which has no config."""
+    """Size and SHA-256 of the export's files except record and card."""
     dropped_size: int = 0
     """Number of neurons of each split layer that are left out."""
 
@@ -100,37 +89,22 @@ class ExportRecord:
         if not path.is_file():
             raise UserError(f"{folder} holds no {RECORD_FILE}. Give a folder that dotmoe exported.")
         try:
-            return cls(**read_with_checksum(path))
+            known = {field.name for field in fields(cls)}  # older records have others, too
+            return cls(**{k: v for k, v in read_with_checksum(path).items() if k in known})
         except (UserError, TypeError) as error:
             raise UserError(
                 f"{path} is not an export record of dotmoe {__version__} ({error}). {_REMEDY}"
             ) from error
 
-    def with_active_experts(self, active_experts: int) -> "ExportRecord":
-        """The record after changing k; measurements stay, with a note of the k that they are at."""
+    def at(self, active_experts: int) -> tuple[float, int]:
+        """Active share of a split layer's neurons, and active parameters, with another k."""
         expert = 3 * self.model_width * self.expert_size
         expert = self.details.get("parameters_of_an_expert", expert)
         layers = self.num_layers - self.first_dense_layers
         more = (active_experts - self.active_experts) * expert * layers
         neurons = self.dropped_size + self.shared_size + self.num_experts * self.expert_size
-        parameters = {
-            name: count + more * name.startswith("active")
-            for name, count in self.parameters.items()
-        }
-        notes = [note for note in self.notes if not note.startswith(_EDITED)]
-        if active_experts != (measured_at := self.verified_active_experts):
-            fitted = ", and the weights were fitted at it" if self.is_finetuned else ""
-            notes.append(
-                f"{_EDITED}, from {measured_at} to {active_experts}; routers and verification were "
-                f"measured at {measured_at}{fitted}."
-            )
-        return replace(
-            self,
-            active_experts=active_experts,
-            active_fraction=(self.shared_size + active_experts * self.expert_size) / neurons,
-            parameters=parameters,
-            notes=notes,
-        )
+        share = (self.shared_size + active_experts * self.expert_size) / neurons
+        return share, self.parameters["active"] + more
 
     def verification_in_short(self) -> dict[str, Any]:
         """The main metrics of the verification: of the worst layer, and of the whole model."""
@@ -160,8 +134,7 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
     sizes: dict[str, Any] = {name: first[name] if form.splits else 0 for name in _SIZES}
     counts = asdict(count_parameters(dense.config, dense.family, splits))
     details, specs = form.details(conversion), list(form.tensors(conversion))
-    has_config = (folder / CONFIG_FILE).is_file()
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != CONFIG_FILE]
+    paths = [path for path in folder.rglob("*") if path.is_file()]
     return ExportRecord(
         **others,
         format=form.name,
@@ -176,7 +149,6 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
         model_width=dense.widths.model,
         **sizes,
         active_fraction=splits[0].active_fraction,
-        verified_active_experts=sizes["active_experts"],
         active_experts_key=form.active_experts_key,
         # If attention has a k of its own, one number cannot set both.
         active_experts_editable=form.active_experts_editable and len(splits) == 1,
@@ -186,12 +158,11 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
         total_bytes=sum(spec.num_bytes for spec in specs),
         details=details,
         checksums=checksums(folder, [path.relative_to(folder).as_posix() for path in paths]),
-        config_sha256=_config_and_k(folder, form.active_experts_key)[0] if has_config else None,
     )
 
 
 def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
-    """Refuse an exported folder if a file, or k, was changed other than by `dotmoe export`.
+    """Refuse an exported folder if one of its files was changed.
 
     A folder without a record passes unless it is a run's `5_export`: dotmoe did not write it.
     Without `read_weights`, for callers that do not use them, only sizes of weights are compared.
@@ -204,84 +175,6 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
     damage = damage_in(folder, record.checksums, unread=() if read_weights else record.files)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
-    if record.config_sha256 and (k := _require_config(folder, record)) != record.active_experts:
-        raise UserError(
-            f"{folder / CONFIG_FILE} sets {k} experts per token, but {RECORD_FILE} records "
-            f"{record.active_experts}. Set the right one: dotmoe export {folder} --in-place "
-            "--active-experts K."
-        )
-
-
-def _require_config(folder: Path, record: ExportRecord) -> Any:
-    """Read k from an exported folder's config; refuse a config that was altered otherwise."""
-    sha256, active_experts = _config_and_k(folder, record.active_experts_key)
-    if sha256 != record.config_sha256:
-        raise UserError(
-            f"{folder / CONFIG_FILE} has been altered: its SHA-256 without "
-            f"{record.active_experts_key} is not the recorded one. {_REMEDY}"
-        )
-    return active_experts
-
-
-def _config_and_k(folder: Path, active_experts_key: str) -> tuple[str, Any]:
-    """SHA-256 of an exported folder's config without k, and k."""
-    config = read_json(folder / CONFIG_FILE)
-    active_experts = config.pop(active_experts_key, None)
-    return content_sha256(config), active_experts
-
-
-def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
-    """Change how many experts of an exported folder run (k, 1 to E); its weights stay as they are.
-
-    The file that a runtime reads k from is replaced last, atomically: if the process is killed, the
-    model has either the old k or the new one, and repeating the call completes the change. After a
-    write error, such as a full disk, all files are the old ones. The new card omits perplexities,
-    because they were measured with the old k. Raises a `UserError` if there is no such export, if
-    it is damaged, if its weights depend on k, or if k is out of range.
-    """
-    record = ExportRecord.load(folder)
-    require_free_k(folder, record, active_experts)
-    changed = record.with_active_experts(active_experts)
-    name, new = CONFIG_FILE, folder / ".new"
-    shutil.rmtree(new, ignore_errors=True)  # left by a call that was killed
-    with complete_folder(new) as made:
-        if record.config_sha256 is None:
-            name = record.files[0]
-            require_package("gguf", "gguf", f"{folder / name}, a GGUF,")
-            from dotmoe.export.gguf_file import write_with_active_experts
-
-            # With the recorded k, the checksum must match, whatever k a killed edit left in it.
-            write_with_active_experts(folder / name, record.active_experts, made / name)
-            if damage := damage_in(made, {name: record.checksums[name]}):
-                raise UserError(f"{damage.replace(str(made), str(folder))}. {_REMEDY}")
-            write_with_active_experts(folder / name, active_experts, made / name)
-            changed = replace(changed, checksums=record.checksums | checksums(made, [name]))
-        else:
-            _require_config(folder, record)
-            config = read_json(folder / name) | {record.active_experts_key: active_experts}
-            write_json(made / name, config)
-        changed.write(made)
-    for each in (RECORD_FILE, CARD_FILE, name):
-        (new / each).replace(folder / each)
-    new.rmdir()
-    return changed
-
-
-def require_free_k(folder: Path, record: ExportRecord, active_experts: int) -> None:
-    """Refuse a k that is out of range, and any k if the weights of the export depend on it."""
-    if not record.num_experts:
-        raise UserError(f"{folder} holds a dense model, which has no experts. Give a MoE.")
-    if not 1 <= active_experts <= record.num_experts:
-        raise UserError(
-            f"active_experts is {active_experts}, but {folder} has {record.num_experts} experts a "
-            f"layer. Choose 1 to {record.num_experts}."
-        )
-    if not record.active_experts_editable:
-        raise UserError(
-            f"k of {folder} is {record.active_experts} and cannot be changed: this "
-            f"{record.format} export is for one k. Export the run again: dotmoe export RUN OUT "
-            f"--format {record.format} --active-experts {active_experts}."
-        )
 
 
 def write_model_card(folder: Path, record: ExportRecord, results: Table | None = None) -> None:

@@ -168,7 +168,6 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             dense = raise_on_all_ranks(source.origin)
             splits = splits_in(source.layouts)
             raise_on_all_ranks(lambda: require_exportable(dense, splits, config.export))
-            raise_on_all_ranks(lambda: _require_unedited(source))
             run.tokenise(dense, 0, beside=source.text)
             layouts, blocks = _train(run, dense, source), run.text.training
             steps = config.finetune.schedule(blocks.num_blocks).steps
@@ -445,16 +444,6 @@ def _for_each_rank(config: FinetuneRunConfig) -> FinetuneRunConfig:
         return config
     steps = -(-how.steps * how.batch_size // ranks)
     return replace(config, finetune=replace(how, batch_size=ranks, steps=steps))
-
-
-def _require_unedited(source: FinishedRun) -> None:
-    """Refuse a run whose export has another k than its layout, which is what is finetuned."""
-    k, exported = source.layouts[0].active_experts, source.folder.stage("export")
-    if source.folder.has("export") and (edited := ExportRecord.load(exported).active_experts) != k:
-        raise UserError(
-            f"{exported} was edited to run {edited} experts per token, but {k} would be finetuned. "
-            f"Convert with --active-experts {edited}, or edit it back to {k}."
-        )
 
 
 # --- stages of one command ---------------------------------------------------------------------

@@ -6,25 +6,19 @@ from pathlib import Path
 from dotmoe.common.files import new_folder
 from dotmoe.common.options import check
 from dotmoe.common.progress import Update, no_update
-from dotmoe.export.record import ExportRecord, set_active_experts
+from dotmoe.export.record import ExportRecord
 from dotmoe.export.write import export
 from dotmoe.models.load import left_on_disk
 from dotmoe.run.config import ReexportConfig
 from dotmoe.run.finished import FinishedRun
-from dotmoe.run.folder import export_folder
 
 
 def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportRecord:
-    """Export the experts of a run again, which does not change the run; or change k in place.
+    """Export the experts of a run again, which does not change the run.
 
     The dense model's weights stay on disk: memory holds one decoder layer, the embedding or head.
     """
     check(config)
-    if config.out is None:
-        assert config.active_experts is not None  # checked
-        path = Path(config.run)
-        folder = path.parent if path.suffix == ".gguf" else export_folder(path)
-        return set_active_experts(folder, config.active_experts)
     run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
     (layout, *others), described = run.layouts, run.described()
     dense = left_on_disk(described, config.load)

@@ -152,31 +152,19 @@ class CompareConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReexportConfig:
-    """A finished run, and how to export it; or an export whose k is to change in place."""
+    """A finished run, and how to export it again."""
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
-    """Folder of a run that has finished its extract stage, or its repair or finetune stage. With
-    `in_place` also an exported folder, or a GGUF file."""
-    out: Annotated[Positional[str | None], tyro.conf.arg(metavar="OUT")] = None
+    """Folder of a run that has finished its extract stage, or its repair or finetune stage."""
+    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write; must be new or empty."""
-    in_place: bool = False
-    """Change the k of an export in place of writing another; its weights stay the same."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Number of experts that run per token (k), 1 to E. Default: that of the run."""
     export: GgufConfig = field(default_factory=GgufConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
     def check_together(self) -> None:
-        """Refuse options that do not apply to the format or to a change in place."""
-        if self.in_place:
-            alone = ReexportConfig(run=self.run, in_place=True, active_experts=self.active_experts)
-            if self.active_experts is None or self != alone:
-                raise UserError(
-                    "--in-place changes k alone. Give --active-experts and nothing else, or OUT in "
-                    "place of --in-place to write another export."
-                )
-        elif self.out is None:
-            raise UserError("OUT is missing. Name a folder to write, or give --in-place.")
+        """Refuse options that do not apply to the format."""
         name, plain = self.export.format, GgufConfig()
         is_gguf = name in GGUF_NAMES
         ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")

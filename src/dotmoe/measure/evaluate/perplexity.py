@@ -13,7 +13,7 @@ from dotmoe.common.files import Values
 from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.record import ExportRecord, require_checksums, require_free_k
+from dotmoe.export.record import ExportRecord, require_checksums
 from dotmoe.measure.config import EvaluateConfig, TextConfig
 from dotmoe.measure.evaluate.models import (
     StockModel,
@@ -258,7 +258,11 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
         )
     chosen = config.curve or ladder(record.num_experts, record.active_experts)
     for active in chosen:
-        require_free_k(folder, record, active)
+        if active > record.num_experts:
+            raise UserError(
+                f"curve has k = {active}, but {folder} has {record.num_experts} experts a layer. "
+                f"Choose 1 to {record.num_experts}."
+            )
     ks = sorted({*chosen, record.num_experts})
     stock = loaded(folder, config.load)
     text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
@@ -269,12 +273,12 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
         FORMATS[record.format].run_active_experts(stock.model, layers, active)
         with progress.bar(f"k = {active}", tokens=1) as update:
             result = perplexity(nats, text, window, corpus.windows_at_once, update)
-        changed = record.with_active_experts(active)
+        share, parameters = record.at(active)
         points.append(
             {
                 "active_experts": active,
-                "active_fraction": changed.active_fraction,
-                "active_parameters": changed.parameters["active"],
+                "active_fraction": share,
+                "active_parameters": parameters,
                 **{
                     name: result[name] for name in ("loss", "stderr", "perplexity", "bits_per_byte")
                 },

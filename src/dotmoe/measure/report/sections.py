@@ -55,11 +55,8 @@ def _tasks(run: RunResults, _: Values) -> Blocks:
 
 def _curve(run: RunResults, curve: Values) -> Blocks:
     return [
-        "k is the number of experts that run for a token. It can be changed in the finished "
-        "checkpoint without any training:",
-        Block(
-            "command", f"dotmoe export {shlex.quote(str(run.folder))} --in-place --active-experts K"
-        ),
+        "k is the number of experts that run for a token. Another one needs no training:",
+        Block("command", f"dotmoe export {shlex.quote(str(run.folder))} OUT --active-experts K"),
         curve_table(curve),
     ]
 
@@ -98,12 +95,6 @@ def _size(run: RunResults, results: Values) -> Blocks:
             f"{export['format']}, which runs in {', '.join(export['servers'])}."
         )
     blocks.append(f"Weights: {_weights(run)}")
-    k = results["granularity"]["active_experts"]
-    if export and export["active_experts"] != k:  # by a later `dotmoe export --in-place`
-        blocks.append(
-            f"The export now runs k = {export['active_experts']}, and ran it in what evaluate and "
-            f"bench measured after this edit. All else on this page is of k = {k}."
-        )
     return [*blocks, *export.get("notes", [])]
 
 
