@@ -27,7 +27,7 @@ from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
-from dotmoe.models.family import DenseModel
+from dotmoe.models.family import DenseModel, meta_model
 from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, parameters_of, watching_ranges
@@ -88,9 +88,9 @@ class Subject:
 
     def planned(self, *, checkpointing: bool = False) -> PlannedStep:
         """The step as the estimates of `dotmoe inspect` describe it."""
-        config, dtype = llama_config(self.shape), getattr(torch, self.dtype)
+        model, dtype = meta_model(llama_config(self.shape)), getattr(torch, self.dtype)
         return PlannedStep(
-            sizes=Sizes(config, (self.split,), stored=dtype, written=dtype),
+            sizes=Sizes(model, (self.split,), stored=dtype, written=dtype),
             batch_size=self.batch,
             seq_len=self.seq_len,
             micro_batch_size=self.micro_batch,

@@ -75,8 +75,8 @@ def sizes_of(shape: Shape, layers: int) -> Sizes:
     """Sizes of the first layers of a model."""
     experts = shape.ffn_width // 128
     split = Granularity(num_experts=experts, expert_size=128, active_experts=experts // 4)
-    config = llama_config(replace(shape, layers=layers))
-    return Sizes(config, (split,), stored=torch.bfloat16, written=torch.bfloat16)
+    model = meta_model(llama_config(replace(shape, layers=layers)))
+    return Sizes(model, (split,), stored=torch.bfloat16, written=torch.bfloat16)
 
 
 def planned(step: Step) -> int:

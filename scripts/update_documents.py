@@ -46,7 +46,7 @@ from dotmoe.measure.report.page import quickstart_summary
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import family_of
+from dotmoe.models.family import family_of, meta_model
 from dotmoe.pipeline import compare
 from dotmoe.run.config import recipe_of
 
@@ -479,7 +479,7 @@ def trained() -> list[Any]:
     for model, config in paper_models().items():
         experts = config.intermediate_size // 128
         split = Granularity(num_experts=experts, expert_size=128, active_experts=experts // 4)
-        total = count_parameters(config, family_of(config), (split,)).dense_total
+        total = count_parameters(meta_model(config), family_of(config), (split,)).dense_total
         learned = experts * (config.intermediate_size + config.hidden_size)
         rows.append({"model": model, "share": learned * config.num_hidden_layers / total})
     return rows

@@ -25,7 +25,7 @@ QWEN_2_5_HALF_B = published(Qwen2Config, 151_936, 896, 4_864, 24, 14, 2, tied=Tr
 
 def counts(config, **settings):
     granularity = resolve(ExpertsConfig(**settings), config.intermediate_size)
-    return count_parameters(config, family_of(config), (granularity,))
+    return count_parameters(meta_model(config), family_of(config), (granularity,))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_every_count_by_hand_for_llama_3():
 def test_the_papers_attention_setting_is_a_recipe_and_its_counts_are_exact():
     (split,) = splits_of(recipe("qwen25_7b_attention").experts, 18_944, 28)
     assert (split.num_experts, split.expert_size, split.active_experts) == (14, 2, 7)
-    found = count_parameters(QWEN_2_5_7B, family_of(QWEN_2_5_7B), (split,))
+    found = count_parameters(meta_model(QWEN_2_5_7B), family_of(QWEN_2_5_7B), (split,))
     idle = 28 * 14 * (128 * 3_584 * 2 + 128)  # layers, idle heads, W_Q, W_O and the bias of W_Q
     assert (found.dense_total, found.active) == (7_615_616_512, 7_615_616_512 - idle)
     assert found.heads_total == 2 * idle

@@ -31,7 +31,13 @@ TWINS |= dict.fromkeys(("granite", "granitemoehybrid"), "GraniteMoeForCausalLM")
 TWINS["olmo2"] = "FlexOlmoForCausalLM"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("phi3", "granitemoehybrid", "qwen3_5_text", "olmo2", "gemma2", "lfm2")
+"""Families that differ most from LLaMA; `tests/export` and `tests/models` have them all."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in FAMILIES]
+)
 def test_a_run_gives_a_stock_checkpoint_that_computes_what_its_layout_says(
     family, finished, tiny_dense, tokens_BT, tmp_path
 ):

@@ -16,7 +16,7 @@ from dotmoe.method.granularity import resolve
 from dotmoe.method.masked import Masking, masked_ffn
 from dotmoe.method.router import Routing
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import family_of
+from dotmoe.models.family import family_of, meta_model
 from dotmoe.text.config import DataConfig
 
 HERE = Accelerator(
@@ -78,7 +78,7 @@ def inspection(config, *, stored=torch.bfloat16, here=HERE, **options):
 
 def sizes(config, *, written=torch.bfloat16, **experts):
     split = resolve(ExpertsConfig(**experts), config.intermediate_size)
-    return Sizes(config, (split,), stored=torch.bfloat16, written=written)
+    return Sizes(meta_model(config), (split,), stored=torch.bfloat16, written=written)
 
 
 def step(found, **changes):

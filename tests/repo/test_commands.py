@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import tomllib
-from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -16,12 +16,12 @@ from transformers import LlamaConfig
 
 from dotmoe.cli import COMMANDS, run
 from dotmoe.cli.line import Line
+from dotmoe.export.choice import format_for
 from dotmoe.measure.config import InspectConfig
-from dotmoe.measure.inspection import inspect_model
-from dotmoe.measure.inspection.planner import Accelerator
-from dotmoe.models.config import LoadConfig
+from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.pipeline.compare import points_of
 from dotmoe.run.config import CompareConfig, RunConfig
+from dotmoe.run.settled import splits_for
 from runs import TINY_CONVERT, TINY_FINETUNE, words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,6 @@ WIDTHS = {  # public: model width, FFN width, layers
 }
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text(encoding="utf-8"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-NO_MACHINE = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
 TAKES_LONG = [
     *("dotmoe.convert", "dotmoe.finetune", "dotmoe.measure.analyse.analyse"),
     *("dotmoe.pipeline.compare.compare", "transformers.AutoTokenizer.from_pretrained"),
@@ -114,24 +113,22 @@ def conversions(config):
     return [config] if isinstance(config, RunConfig | InspectConfig) else []
 
 
-def shape_of(model):
+@lru_cache
+def described(model):
+    """A model that documents name, by its widths alone."""
     width, ffn, layers = WIDTHS[model]
     sizes = {"hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": layers}
-    return LlamaConfig(**sizes, num_attention_heads=6 if model == "embedded" else 32)
+    config = LlamaConfig(**sizes, num_attention_heads=6 if model == "embedded" else 32)
+    family = family_of(config)
+    return DenseModel(model=meta_model(config), weights="meta", family=family, source=model)
 
 
 @pytest.mark.parametrize("arguments", PRINTED.values(), ids=PRINTED)
 def test_a_printed_command_is_taken_and_its_split_can_be_exported(arguments):
-    splits = []  # the rows of a comparison share theirs
     for config in conversions(config_of(arguments)):
-        asked = config
-        if not isinstance(config, InspectConfig):
-            asked = InspectConfig(model=config.model, experts=config.experts)
-        splits += [asked] * (asked not in splits)
-    for split in splits:
-        shape, asked = shape_of(split.model), replace(split, load=LoadConfig(device="cpu"))
-        found = inspect_model(shape, asked, stored=torch.bfloat16, here=NO_MACHINE)
-        assert not [said for said in found["warnings"] if said.startswith("Export refuses")]
+        dense, dtype = described(config.model), torch.bfloat16
+        splits = splits_for("dot_moe", config, dense, dtype)
+        assert format_for(dense, splits, config.export.format, dtype)  # else it refuses
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))

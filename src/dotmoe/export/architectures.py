@@ -261,7 +261,7 @@ class _DotMoe(TransformersFormat):
         dense, splits = conversion.dense, splits_in(conversion.layouts)
         first, *others = splits
         fewer = replace(first, active_experts=first.active_experts - 1), *others
-        at_k, below = (count_parameters(dense.config, dense.family, of) for of in (splits, fewer))
+        at_k, below = (count_parameters(dense.model, dense.family, of) for of in (splits, fewer))
         layers = dense.widths.layers - first.first_dense_layers
         return {
             "splits": [to_record((split,)) for split in splits],

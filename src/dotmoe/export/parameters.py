@@ -1,10 +1,12 @@
-"""Exact parameter counts of a model and its split, from the Hugging Face config alone."""
+"""Exact parameter counts of a model and its split, from the shapes of its weights."""
 
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from dotmoe.method.granularity import Splits
-from dotmoe.models.family import Family, meta_model, num_parameters
+from dotmoe.models.family import Family, num_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +38,8 @@ class ParameterCounts:
     """Parameters of the router rows of all split layers."""
 
 
-def count_parameters(config: Any, family: Family, splits: Splits) -> ParameterCounts:
-    """Exact counts of a dense model and its splits.
+def count_parameters(model: nn.Module, family: Family, splits: Splits) -> ParameterCounts:
+    """Exact counts of a dense model, which may be without weights, and its splits.
 
         active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
         stored = all + L * E * d - 3 * d * dropped * L
@@ -46,7 +48,7 @@ def count_parameters(config: Any, family: Family, splits: Splits) -> ParameterCo
     W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; only of W_O if all queries
     are normed at once, which needs all of them. The splits must be of the model's own units.
     """
-    model = meta_model(config)
+    config: Any = model.config
     traits = family.traits(model)
     total, width = num_parameters(model), config.hidden_size
     ffn_total = 3 * width * config.intermediate_size * config.num_hidden_layers

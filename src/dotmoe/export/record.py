@@ -132,7 +132,7 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
         splits = (Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1),)
     first = asdict(splits[0])
     sizes: dict[str, Any] = {name: first[name] if form.splits else 0 for name in _SIZES}
-    counts = asdict(count_parameters(dense.config, dense.family, splits))
+    counts = asdict(count_parameters(dense.model, dense.family, splits))
     details, specs = form.details(conversion), list(form.tensors(conversion))
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return ExportRecord(

@@ -416,7 +416,7 @@ def exportable_splits(config: RunConfig, dense: DenseModel) -> Splits:
 def budget_of(config: RunConfig, dense: DenseModel) -> int:
     """Active parameters per token of a conversion with these experts, without routers."""
     requested = splits_for("dot_moe", config, dense, export_dtype(dense, config.export))
-    return count_parameters(dense.config, dense.family, requested).active
+    return count_parameters(dense.model, dense.family, requested).active
 
 
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
@@ -525,7 +525,7 @@ def _fitting(
     train, offload = getattr(how, "train", "assignment"), getattr(how, "offload", False)
 
     def fitted() -> dict[str, Any]:
-        sizes = Sizes(dense.config, splits, stored=dtype, written=dtype)
+        sizes = Sizes(dense.model, splits, stored=dtype, written=dtype)
         step = Step(
             sizes=sizes,
             batch_size=how.batch_size,

@@ -175,7 +175,7 @@ def _sized(
     dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
     options = settled(options, dense, written)
     splits = splits_for(options.method, options, dense, written)
-    sizes = Sizes(config, splits, stored=stored, written=written)
+    sizes = Sizes(model, splits, stored=stored, written=written)
     form = _format_or_refusal(dense, splits, options.export.format, written)
     return options, dense, sizes, form
 

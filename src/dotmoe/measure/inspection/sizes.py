@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.granularity import Splits, targets_of
-from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, meta_model, widths_of
+from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, widths_of
 from dotmoe.training.losses import chunk_rows
 
 Items = Mapping[str, int]
@@ -31,18 +32,20 @@ ROWS_IN_BACKWARD = 4
 class Sizes:
     """The sizes of a model and its splits that the estimates use.
 
-    `stored` is the dtype of the dense checkpoint, `written` that of the exported one.
+    Of the model only shapes are read. `stored` is the dtype of the dense checkpoint, `written` that
+    of the exported one.
     """
 
     def __init__(
-        self, config: Any, splits: Splits, *, stored: torch.dtype, written: torch.dtype
+        self, model: nn.Module, splits: Splits, *, stored: torch.dtype, written: torch.dtype
     ) -> None:
+        config: Any = model.config
         family, self.config = family_of(config), config
         self.splits, self.stored, self.written = splits, stored, written
         self.split = splits[0]
         """The first split: of FFNs, if they are split."""
-        self.widths, self.traits = widths_of(config), family.traits(meta_model(config))
-        self.counts = counts = count_parameters(config, family, splits)
+        self.widths, self.traits = widths_of(config), family.traits(model)
+        self.counts = counts = count_parameters(model, family, splits)
         self.queries: int = config.num_attention_heads * self.traits.head_dim
         """Number of entries of a token's queries in one layer."""
         self.head_width: int = self.queries + config.num_key_value_heads * self.traits.head_dim
