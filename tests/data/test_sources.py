@@ -9,11 +9,9 @@ from pathlib import Path
 import datasets
 import pyarrow
 import pytest
-from aiohttp import ClientPayloadError
 from written_text import TEXTS, jsonl, parquet_bytes, read, refusal_of, write
 
 from dotmoe.common.errors import UserError
-from dotmoe.text import sources
 from dotmoe.text.config import DataConfig
 from dotmoe.text.sources import FIELDS, PIECE_CHARACTERS, Continuation, cut, documents, opened
 
@@ -162,7 +160,6 @@ def test_what_datasets_saved_and_other_formats_are_read_by_datasets(tmp_path):
 def test_only_the_network_is_called_the_cause_where_it_is(tmp_path, monkeypatch):
     write(tmp_path / "table/train.csv", "content\none\n")
     write(tmp_path / "script/script.py", "")
-    monkeypatch.setattr(sources, "_DELAYS", ())
     for source, words in {
         f"{tmp_path}/table@nonsense": "Check the name, its configuration and its split",
         f"{tmp_path}/script": "Name files of text, or a data set that is files",
@@ -174,51 +171,6 @@ def test_only_the_network_is_called_the_cause_where_it_is(tmp_path, monkeypatch)
         assert "Check the network" not in message
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     assert "Check the network" in refusal_of("nobody-at-all/no-such-text")
-
-
-# --- streams that break
-
-
-class Flaky:
-    """A data set of 5 files with 10 rows each; reading row `n` of all that are read may fail."""
-
-    def __init__(self, monkeypatch):
-        self.read, self.fails, self.slept = 0, (), []
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: self.stream())
-        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(sources.time, "sleep", self.slept.append)
-
-    def rows(self, files):
-        for file in files:
-            for row in range(10):
-                self.read += 1
-                if self.read in self.fails:
-                    raise ClientPayloadError("the connection was reset")
-                yield {"text": f"{file} {row} {'x' * (row + 1)}"}
-
-    def stream(self):
-        numbers = {"files": list(range(5))}
-        return datasets.IterableDataset.from_generator(self.rows, gen_kwargs=numbers)
-
-
-@pytest.fixture
-def flaky(monkeypatch):
-    return Flaky(monkeypatch)
-
-
-@pytest.mark.parametrize("buffer", [0, 7])
-def test_a_stream_that_breaks_is_read_on_without_a_loss(flaky, buffer, caplog):
-    whole = read("some/text", shuffle_buffer=buffer)
-    assert len(set(whole)) == 50
-    flaky.read, flaky.fails = 0, {4, 5, 19, 48}
-    assert read("some/text", shuffle_buffer=buffer) == whole
-    assert buffer or flaky.slept == [1, 2, 1, 1]
-    assert "some/text (train) cannot be read by datasets: the connection was reset" in caplog.text
-    assert caplog.messages[0].endswith("Trying again in 1 s.")
-    flaky.read, flaky.fails = 0, range(30, 99)
-    flaky.slept.clear()
-    assert "Check the network" in refusal_of("some/text", shuffle_buffer=buffer)
-    assert flaky.slept == [1, 2, 4, 8, 16, 32]
 
 
 # --- refusals

@@ -6,13 +6,12 @@ import logging
 import os
 import re
 import sysconfig
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple
@@ -42,8 +41,6 @@ _SPLITS = {
     "validation": "validation|valid|val|dev",
     "test": "test|testing|eval|evaluation",
 }
-_DELAYS = (1, 2, 4, 8, 16, 32)
-"""Seconds before each new attempt to read a stream that broke."""
 _NETWORK = {"aiohttp", "http", "httpcore", "httpx", "requests", "socket", "ssl", "urllib3"}
 """Packages whose errors mean that the network failed."""
 _CARRIAGE_RETURN = re.compile(r"\r\n?")
@@ -76,7 +73,7 @@ class Rendered(str):
 
 
 class StreamError(UserError):
-    """A stream broke, and new attempts did not mend it."""
+    """A stream broke, and the new attempts of `datasets` did not mend it."""
 
 
 def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
@@ -203,30 +200,18 @@ def _is_there(name: str) -> bool:
 
 
 def _dataset_rows(source: str, split: str, buffer: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows of a data set of the hub or a folder; a stream that breaks is read on."""
-    stream, failures, number = None, 0, 0
-    while True:
-        try:
-            if stream is None or buffer:  # a shuffled stream has no position: read it again
-                stream = _stream(source, split, buffer, seed)
-                unread = islice(stream, number, None)
-            else:
-                stream.load_state_dict(stream.state_dict())
-                unread = iter(stream)
-            for row in unread:
-                failures, number = 0, number + 1
-                yield dict(row)
-            return
-        except UserError:
-            raise
-        except Exception as error:
-            if (refusal := _refusal(error, f"{source} ({split})", failures)) is not None:
-                raise refusal from error
-            failures += 1
+    """Rows of a data set of the hub or a folder; `datasets` itself tries again where it breaks."""
+    try:
+        for row in _stream(source, split, buffer, seed):
+            yield dict(row)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _refusal(error, f"{source} ({split})") from error
 
 
-def _refusal(error: Exception, source: str, failures: int) -> UserError | None:
-    """The refusal for an error of `datasets`; None, after a while, if it is worth trying again."""
+def _refusal(error: Exception, source: str) -> UserError:
+    """The refusal for an error of `datasets`."""
     from datasets import config
 
     cause = one_line(error)[:200].rstrip(".") or type(error).__name__
@@ -237,11 +222,7 @@ def _refusal(error: Exception, source: str, failures: int) -> UserError | None:
         return UserError(f"{what} Check the name, its configuration and its split.")
     if config.HF_HUB_OFFLINE:
         return UserError(f"{what} Unset HF_HUB_OFFLINE to use the network.")
-    if failures == len(_DELAYS):
-        return StreamError(f"{what} Check the network.")
-    logger.warning("%s Trying again in %d s.", what, _DELAYS[failures])
-    time.sleep(_DELAYS[failures])
-    return None
+    return StreamError(f"{what} Check the network.")
 
 
 def _stream(source: str, split: str, buffer: int, seed: int) -> Any:
@@ -263,7 +244,7 @@ def _stream(source: str, split: str, buffer: int, seed: int) -> Any:
 
 
 def _is_of_network(error: BaseException | None) -> bool:
-    """Whether the network or a busy server caused an error, so that another attempt may succeed."""
+    """Whether the network or a busy server caused an error, so that the command may go on later."""
     while error is not None:
         status = getattr(getattr(error, "response", error), "status_code", None)
         status = status or getattr(error, "status", None)
