@@ -66,13 +66,14 @@ def quality_figure(models: Mapping[str, Values], counts: Values, curve: Values |
         shares = [100 * each["active_parameters"] / curve["dense_parameters"] for each in points]
         perplexities = [each["perplexity"] for each in points]
         axes.plot(shares, perplexities, ".--", color=_GREY, label="at other k, on its own text")
-        for each, *place in zip(points, shares, perplexities, strict=True):
+        for each, x, y in zip(points, shares, perplexities, strict=True):
             text = f"k = {each['active_experts']}"
-            axes.annotate(text, place, xytext=(6, 6), textcoords="offset points")
+            axes.annotate(text, (x, y), xytext=(6, 6), textcoords="offset points")
     active, markers = 100 * counts["active"] / counts["dense"], "os^Dv<>"
     for index, (name, model) in enumerate(models.items()):
-        style = {"marker": markers[index % len(markers)], "color": _BLUE if index else _GREY}
-        axes.plot(active if index else 100, model["perplexity"], linestyle="", label=name, **style)
+        share, colour = (active, _BLUE) if index else (100.0, _GREY)
+        marker = markers[index % len(markers)]
+        axes.plot(share, model["perplexity"], linestyle="", label=name, marker=marker, color=colour)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
