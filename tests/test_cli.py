@@ -73,9 +73,9 @@ def test_failures_of_the_machine_are_one_line_and_defects_are_not(error, words):
     assert message is None if words is None else words in message
 
 
-def test_a_reader_that_has_read_enough_is_no_failure():
+def test_a_reader_that_has_read_enough_is_no_failure_and_the_harness_is_not_imported():
     code = (
-        "import sys; from dotmoe.cli import commands, run; "
+        "import sys; from dotmoe.cli import commands, run; assert 'lm_eval' not in sys.modules; "
         "commands.run_bench = lambda *_: commands._show('a table'); "
         "sys.exit(run(['bench', 'DENSE', 'MOE']))"
     )

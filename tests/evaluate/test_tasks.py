@@ -5,8 +5,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -284,12 +282,10 @@ def test_an_unknown_task_and_a_hub_that_is_out_of_reach_are_told(tiny_dense, com
     assert "the data of piqa cannot be read" in said
 
 
-def test_the_harness_is_an_extra_that_only_tasks_import(monkeypatch):
+def test_the_harness_is_an_extra(monkeypatch):
     monkeypatch.setattr("dotmoe.common.errors.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[eval\]'"):
         require_harness()
-    code = "import sys, dotmoe.measure.evaluate; sys.exit('lm_eval' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 PRINTED = {
@@ -341,6 +337,7 @@ def test_a_mean_of_scores_with_an_unknown_error_has_none():
     assert (found["value"], found["stderr"], with_error(found)) == (0.5, None, "50.0")
 
 
+@pytest.mark.slow
 def test_a_data_set_that_is_a_script_is_not_the_networks_fault(tiny_dense, monkeypatch, command):
     def no_scripts(path, **options):
         raise RuntimeError("Dataset scripts are no longer supported, but found piqa.py")

@@ -117,7 +117,7 @@ def test_the_loss_of_one_of_several_batches_is_divided_by_the_tokens_of_all(expo
     torch.testing.assert_close(model(tokens, labels=tokens, return_dict=False)[0], whole)
 
 
-@pytest.mark.parametrize("without", [True, False])
+@pytest.mark.parametrize("without", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_runs_by_the_code_in_its_folder_or_the_import_on_its_card(without, exported, tmp_path):
     made = exported()
     (registers,) = set(re.findall("`(import .*?)`", (made.folder / "README.md").read_text()))
