@@ -32,7 +32,7 @@ quickstart: $(STAMP)  ## The whole method on a tiny model, without network
 	$(BIN)/dotmoe quickstart
 
 SMOLLM2 := smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-SMOLLM2_DATA ?= self
+SMOLLM2_DATA ?= docs
 # With a third active its first layer alone loses a third of what all 30 do: it stays dense.
 SMOLLM2_SPLIT := --expert-size 32 --first-dense-layers 1 --seq-len 512
 
@@ -44,7 +44,7 @@ smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched, converted and 
 	@echo "This takes about 9 minutes of CPU time. Stopped, it goes on with the same command."
 	@echo "More text and training, better and an hour or more: make smollm2 SMOLLM2_EFFORT= SMOLLM2_RUN=smollm2/longer"
 	$(BIN)/dotmoe convert $(SMOLLM2) $(SMOLLM2_RUN) --active 0.75 --shared 0.375 $(SMOLLM2_SPLIT) \
-		--data $(SMOLLM2_DATA) --sample-batch-size 64 --eval-tokens 2048 $(SMOLLM2_EFFORT)
+		--data $(SMOLLM2_DATA) --eval-tokens 2048 $(SMOLLM2_EFFORT)
 	$(BIN)/dotmoe evaluate $(SMOLLM2_RUN) --against $(SMOLLM2) --generate 40 --chat-template \
 		--prompts "What is the capital of France?" "Name three fruits."
 

@@ -1,8 +1,6 @@
-"""Stage tokenise. Oracles: `pack` on the whole text; of samples, passes without a cache."""
+"""Stage tokenise. Oracle: `pack` on the whole text."""
 
-import hashlib
 import json
-import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +9,10 @@ import pytest
 import torch
 
 from dotmoe.common.progress import Progress
-from dotmoe.text.blocks import TokenBlocks, pack
-from dotmoe.text.config import DataConfig, SampleConfig
+from dotmoe.text.blocks import pack
+from dotmoe.text.config import DataConfig
 from dotmoe.text.sources import documents
-from dotmoe.text.tokenise import Text, require_sources, sample_blocks, sampled_rows, tokenise
+from dotmoe.text.tokenise import Text, require_sources, tokenise
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,6 @@ def tokenised(dense, tmp_path, monkeypatch):
         folder.mkdir(exist_ok=True)
         blocks = tokenise(
             config,
-            SampleConfig(sample_tokens=400),
             dense,
             folder,
             blocks=30_000,
@@ -100,76 +97,13 @@ def test_text_to_measure_on_that_is_training_text_is_named_so(share, text, token
     assert any(line.endswith("is training text: results on it are no test") for line in made.lines)
 
 
-def test_the_model_itself_may_be_the_source(tokenised):
-    made = tokenised("self")
-    training, heldout = made.text.training, made.text.heldout
-    assert (training.num_blocks, heldout.num_blocks) == (12, 10)
-    assert training.tokens_BT[:, 0].unique().tolist() == [0]
-    assert made.record["training"]["sources"][0]["name"] == "self"
-    assert "the dense model itself sampled" in made.text.heldout_name[0]
-
-
-def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, tokenised):
-    """Also where the training text is another, such as samples, of which as many as it asks for."""
+def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, heldout_file, tokenised):
+    """Also where the training text is another."""
     source = tokenised(text).text
     heldout = source.heldout.tokens_BT.clone()
-    made = tokenised("self", beside=source)
+    made = tokenised(str(heldout_file), beside=source)
     assert made.text.heldout_name == source.heldout_name
     assert torch.equal(made.text.heldout.tokens_BT, heldout)
-    assert made.text.training.num_tokens <= 400 + heldout.numel() + 32
     made = tokenised(text, beside=source)
     assert made.record["left_out_blocks"] >= 9
     assert any("left out" in line for line in made.lines)
-
-
-# --- text of the model itself
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-@pytest.mark.parametrize(("family", "bos"), [("llama", 0), ("qwen2", None)])
-@pytest.mark.filterwarnings("error::FutureWarning")
-def test_every_token_is_drawn_given_all_before_it(family, bos, dense_of):
-    sampler, draws = dense_of(family), generator(5)
-    assert sampler.tokenizer.bos_token_id == bos
-    rows = sampled_rows(sampler, 3, 24, generator(5)).long()
-    if bos is None:
-        plain = torch.tensor([0, *range(2, 258)])  # without </s>
-        assert torch.equal(rows[:, 0], plain[torch.randint(len(plain), (3,), generator=draws)])
-    else:
-        assert rows[:, 0].tolist() == [bos] * 3
-    for place in range(1, 24):
-        with torch.no_grad():
-            logits = sampler.model(input_ids=rows[:, :place], use_cache=False).logits[:, -1, :258]
-        expected = torch.multinomial(logits.softmax(-1), 1, generator=draws)[:, 0]
-        if bos is not None:
-            expected[rows[:, place - 1] == 1] = bos
-        assert torch.equal(rows[:, place], expected)
-
-
-def test_bos_follows_eos_where_both_are_there(dense):
-    dense.model.lm_head.weight.data.zero_()  # every token is as likely, so EOS comes often
-    rows = sampled_rows(dense, 40, 60, generator(0))
-    after = rows[:, 1:][rows[:, :-1] == 1]
-    assert len(after) > 3
-    assert after.unique().tolist() == [0]
-    assert rows.max() < len(dense.tokenizer) < dense.config.vocab_size
-    assert math.isclose(float((rows[:, 1:] > 129).float().mean()), 0.5, abs_tol=0.05)
-
-
-def test_each_block_is_a_sample_of_its_own_and_of_the_seed(dense, tmp_path):
-    samples, updates = [], []
-    for number, seed in enumerate((0, 0, 1)):
-        path, data = tmp_path / f"{number}.safetensors", DataConfig(seq_len=10, data_seed=seed)
-        arguments = dense, SampleConfig(sample_batch_size=3), path, data, 65
-        assert sample_blocks(*arguments, lambda *update: updates.append(update))["tokens"] == 70
-        samples.append(TokenBlocks.load(path).tokens_BT)
-    assert samples[0].shape == samples[0].unique(dim=0).shape == (7, 10)
-    first = int.from_bytes(hashlib.sha256(b"0/0").digest()[:7], "little")
-    assert torch.equal(samples[0][:3], sampled_rows(dense, 3, 10, generator(first)))
-    assert torch.equal(samples[0], samples[1])
-    assert not torch.equal(samples[0], samples[2])
-    assert updates == [(30, 65), (60, 65), (65, 65)] * 3
-    assert len(os.listdir(tmp_path)) == 3

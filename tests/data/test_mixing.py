@@ -201,7 +201,6 @@ def test_dolmino_on_the_hub_is_its_configurations(three):
     [
         (("a", "b"), {"data_weights": (1.0,)}, "1 numbers, but a, b are a mix of 2 sources"),
         (("dolmino", "b"), {}, "0 numbers, but dolmino, b are a mix of 2"),
-        (("self", "b"), {}, "cannot be mixed"),
         (("nowhere.txt",), {"data_weights": (1.0,)}, "nowhere.txt does not exist"),
         (("{short}",), {}, "has 6 tokens .* too few for a block of 16"),
         (("{short}",), {"tokens": 15}, "has .* tokens .read at most: 15"),
@@ -215,10 +214,9 @@ def test_refuses_what_makes_no_block_and_leaves_no_file(data, options, message, 
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("name", ["self", "dolmino"])
-def test_refuses_to_measure_on_what_is_for_training(name):
+def test_refuses_to_measure_on_what_is_for_training():
     with pytest.raises(UserError, match="train"):
-        documents(DataConfig(data=(name,)))
+        documents(DataConfig(data=("dolmino",)))
 
 
 def test_a_shuffle_buffer_keeps_every_document_and_depends_on_the_seed_of_the_data(tmp_path):

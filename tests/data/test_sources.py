@@ -19,7 +19,7 @@ from dotmoe.text.sources import FIELDS, PIECE_CHARACTERS, Continuation, cut, doc
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst", ".bz2"])
 def test_every_format_gives_the_texts_it_was_written_from(tmp_path, ending):
     rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
-    text_file = write(tmp_path / f"a.txt{ending}", TEXTS[2])
+    text_file = write(tmp_path / f"a.{'txt' if ending else 'md'}{ending}", TEXTS[2])
     line_file = write(tmp_path / f"b.jsonl{ending}", jsonl(rows) + "\n\n")
     also_lines = write(tmp_path / f"c4.json{ending}", jsonl(rows))
     array_file = write(tmp_path / f"d.json{ending}", " " + json.dumps(rows, indent=2))
@@ -104,6 +104,7 @@ def test_each_text_file_below_a_folder_is_a_document(tmp_path, names, caplog):
         write(tmp_path / "corpus" / name, f"{name}\nsecond line")
     write(tmp_path / "corpus/.git/c.txt", "x")
     write(tmp_path / "corpus/c.txt", "")
+    write(tmp_path / "corpus/README.md", "x")  # read only where nothing else is
     in_order = [path.as_posix() for path in sorted(map(Path, ["a.txt", "c.txt", *names]))]
     assert [text.partition("\n")[0] or "c.txt" for text in read(tmp_path / "corpus")] == in_order
     assert not caplog.records
@@ -186,7 +187,7 @@ NO_TABLE = parquet_bytes({"text": pyarrow.array([], "string")})
         ("a.txt", "", "{} is empty"),
         ("a.jsonl.gz", "\n \n", "{} is empty"),
         ("a.parquet", NO_TABLE, "{} is empty"),
-        ("a.docx", "x", "{} is none of .txt, .json, .jsonl (also with .gz"),
+        ("a.docx", "x", "{} is none of .txt, .md, .json, .jsonl (also with .gz"),
         ("a.gz", "x", "is none of"),
         ("a.parquet.gz", NO_TABLE, "{} cannot be read ("),
         ("a.txt", b"abc\xff", "{} is not UTF-8 text: a bad byte before byte"),

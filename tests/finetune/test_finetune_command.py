@@ -17,7 +17,6 @@ from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_dense
 from dotmoe.run.config import finetune_recipe
 from dotmoe.text.blocks import TokenBlocks
-from runs import KEEPING_NOTHING, torchrun
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
 TRAIN = ["--recipe", "sft", "--steps", "6", "--batch-size", "4", "--seq-len", "32", *QUICK]
@@ -88,16 +87,3 @@ def test_the_recipes_have_the_papers_hyperparameters(name):
     assert (tuning.lr, tuning.warmup_ratio, tuning.batch_size) == (5e-5, 0.1, 128)
     assert (tuning.max_grad_norm, tuning.balance_weight) == (1.0, 1e-4)
     assert tuning.steps * tuning.batch_size * config.data.seq_len >= 1.2e9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["replicate", "shard"])
-def test_two_ranks_finetune_on_as_many_samples_as_the_run_has(sharding, finished, tmp_path):
-    """All ranks load the model before rank zero samples alone."""
-    made = finished.at(tmp_path / "run", sample_tokens=1024).made()
-    options = [*TRAIN, "--steps", "2", "--data", "self", "--sharding", sharding]
-    ended = torchrun(2, KEEPING_NOTHING, "finetune", made.folder, tmp_path / "out", *options)
-    assert ended.returncode == 0, ended.stderr
-    record = json.loads((tmp_path / "out/0_data/data.json").read_text())
-    assert record["training"]["sources"][0]["name"] == "self"
-    assert 0 < record["training"]["tokens"] <= 1024

@@ -157,21 +157,6 @@ class Stopping(Progress):
         yield update
 
 
-def test_an_interrupt_keeps_sampled_batches_and_the_run_goes_on_from_them(finished, tmp_path):
-    options = {"data": "self", "sample_batch_size": 2, "steps": 2}
-    whole, made = (finished.at(tmp_path / name, **options) for name in ("whole", "run"))
-    config = config_of(whole.made(), out=str(made.folder))
-    kept = []
-    for done in (100, 200):
-        with pytest.raises(KeyboardInterrupt):
-            convert(config, Stopping("sample from the dense model", done))
-        (part,) = (made.folder / "0_data").glob("*.parts/tokens")
-        kept.append(part.read_bytes())
-    assert 0 < len(kept[0]) < len(kept[1])
-    assert kept[1].startswith(kept[0])
-    assert made.made().tensors() == whole.tensors()
-
-
 def test_what_finished_nothing_leaves_nothing_but_a_users_files(finished, tmp_path):
     out = tmp_path / "run"
     config = config_of(finished, out=str(out))

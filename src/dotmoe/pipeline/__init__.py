@@ -59,7 +59,7 @@ from dotmoe.method.masked import masked_by
 from dotmoe.method.repair import METRICS, repair, repair_tokens
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel, num_parameters
-from dotmoe.models.load import describe_dense, left_on_disk, load_dense, load_here, trained_model
+from dotmoe.models.load import describe_dense, left_on_disk, load_dense, trained_model
 from dotmoe.models.on_disk import on_disk
 from dotmoe.rivals import baselines, pruning
 from dotmoe.rivals.baselines import Baseline, Baselines
@@ -68,14 +68,7 @@ from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
 from dotmoe.run.settled import settled, splits_for
 from dotmoe.text.blocks import TokenBlocks
-from dotmoe.text.tokenise import (
-    OTHER,
-    Text,
-    require_sources,
-    samples_itself,
-    tokenise,
-    write_windows,
-)
+from dotmoe.text.tokenise import OTHER, Text, require_sources, tokenise, write_windows
 from dotmoe.training.folder import OnStep
 
 Training = TypeVar("Training", AlignConfig, FinetuneConfig)
@@ -272,8 +265,7 @@ class _Run:
                 write_windows(other, data, dense, path, tokens, self.progress)
             tokenise(
                 data,
-                self.converted.sample,
-                load_here(dense, config.load) if samples_itself(data) else dense,
+                dense,
                 folder,
                 blocks=max(1, self.training.steps * self.training.batch_size),
                 min_tokens=min_tokens,

@@ -322,7 +322,7 @@ def _points_of(
     """Yield the runs of one method with one seed; `plain` is the config that all methods share."""
     suffix, out = f"-seed{plain.seed}" * bool(comparison.seeds), Path(plain.out)
     if method in PRUNING:  # an option that it does not read must not change its identity
-        same = ("model", "data", "sample", "load", "eval_text", "other_text", "eval_tokens")
+        same = ("model", "data", "load", "eval_text", "other_text", "eval_tokens")
         is_trained, align = PRUNING[method].is_trained, AlignConfig(steps=0)
         if is_trained:
             align = AlignConfig(steps=comparison.mask_steps, batch_size=plain.align.batch_size)

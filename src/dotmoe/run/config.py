@@ -20,7 +20,7 @@ from dotmoe.method.config import (
 )
 from dotmoe.models.config import LoadConfig
 from dotmoe.rivals.config import BASELINES, BaselineConfig, ComparedName, MethodName, PruningName
-from dotmoe.text.config import DataConfig, SampleConfig
+from dotmoe.text.config import DataConfig
 from dotmoe.training.config import TrainingConfig
 
 
@@ -40,7 +40,6 @@ class RunConfig:
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     assignment: AssignmentConfig = field(default_factory=AssignmentConfig)
     align: AlignConfig = field(default_factory=AlignConfig)

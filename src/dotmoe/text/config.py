@@ -11,15 +11,15 @@ class DataConfig:
     """Text to train or calibrate on."""
 
     data: tuple[str, ...] = ()
-    """Sources of text, read in this order: .txt files (one document per file), .json, .jsonl or
-    .parquet files (one document per row), all but the last also as .gz, .zst or .bz2; folders of
+    """Sources of text, read in this order: .txt or .md files (one document per file), .json, .jsonl
+    or .parquet files (one document per row), all but the last also as .gz, .zst or .bz2; folders of
     such files; folders written by `save_to_disk`; `python-stdlib` (the source files of
     this Python's standard library) or `python-stdlib-heldout` (the sixteenth of them that is held
     out); data sets of the `datasets` library, streamed (`allenai/c4:en`: the configuration follows
-    the colon); `dolmino` (the paper's mix, from the hub; `dolmino:FOLDER`: a local copy); `self`:
-    text sampled from the dense model itself. `SOURCE@SPLIT#FIELD` sets the split of
-    a `datasets` source or folder (train) and the field of a row that holds the text, or a chat as a
-    list of messages (the first of text, content, page, passage, document, messages)."""
+    the colon); `dolmino` (the paper's mix, from the hub; `dolmino:FOLDER`: a local copy).
+    `SOURCE@SPLIT#FIELD` sets the split of a `datasets` source or folder (train) and the field of a
+    row that holds the text, or a chat as a list of messages (the first of text, content, page,
+    passage, document, messages)."""
     data_weights: tuple[Annotated[float, above(0)], ...] = ()
     """Mix the sources in these proportions of the tokens: one weight per source, with any sum. A
     source that runs out is not repeated; the others continue in their proportions. Default: read
@@ -29,16 +29,6 @@ class DataConfig:
     also shuffles the order of the files of a folder or data set. Default: 10000 for `dolmino`,
     else 0."""
     data_seed: Annotated[int, at_least(0)] = 0
-    """Seed of the shuffle buffer, and of text sampled from the dense model."""
+    """Seed of the shuffle buffer."""
     seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens per block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleConfig:
-    """How text is sampled when `data` is `self`."""
-
-    sample_tokens: Annotated[int | None, at_least(2)] = None
-    """Maximum number of tokens to sample for training. Default: as many as the steps use."""
-    sample_batch_size: Annotated[int, at_least(1)] = 16
-    """Blocks sampled in one batch: more is faster but takes memory for their keys and values."""

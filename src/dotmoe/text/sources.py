@@ -24,15 +24,13 @@ from dotmoe.text.config import DataConfig
 
 logger = logging.getLogger(__name__)
 
-SELF = "self"
-"""Name of the source that is sampled from the dense model; it can only be trained on."""
 STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
 PIECE_CHARACTERS = 1 << 16
 """Maximum number of characters that are tokenised at once; longer documents are cut."""
 FIELDS = ("text", "content", "page", "passage", "document", "messages")
 """Field names tried in a row, in this order, when no text field is given."""
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-FORMATS = f".txt, .json, .jsonl (also with {', '.join(_COMPRESSIONS)}), .parquet"
+FORMATS = f".txt, .md, .json, .jsonl (also with {', '.join(_COMPRESSIONS)}), .parquet"
 """Files that are read here, in words; `datasets` reads others."""
 _SPLIT = "train"
 """Split of a source that names none."""
@@ -100,11 +98,6 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
     names = config.data
     if not names:
         raise UserError(f"data names no source. Give {FORMATS} files, a datasets name or {STDLIB}.")
-    if SELF in names:
-        raise UserError(
-            f"{SELF} is text to train on, sampled from the dense model, and cannot be mixed or "
-            f"measured on. Give it alone, or name a text. (For a folder: ./{SELF})"
-        )
     sources: list[tuple[str, float | None]] = [(name, None) for name in names]
     if _is_mix(config):
         weights = config.data_weights or (1.0,)
@@ -300,9 +293,9 @@ def _is_saved(folder: Path) -> bool:
 def _files_in(folder: Path, split: str) -> list[Path]:
     """Files of text in a folder and those below it, by name; none if `datasets` must read it.
 
-    All have one format, that of most files. `split`, or train if every file is named after a split,
-    selects those whose names contain it; else all are read. Raises `UserError` if none has
-    the split that is asked for.
+    All have one format, that of most files, .md only where there is no other. `split`, or train if
+    every file is named after a split, selects those whose names contain it; else all are read.
+    Raises `UserError` if none has the split that is asked for.
     """
     readme = folder / "README.md"
     has_configs = readme.is_file() and "\nconfigs:" in readme.read_text(errors="replace")
@@ -311,6 +304,7 @@ def _files_in(folder: Path, split: str) -> list[Path]:
     names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     readers = {name: _reader_of(name) for name in names if "." not in [p[0] for p in name.parts]}
     readers = {name: reader for name, reader in readers.items() if reader}
+    readers = {name: reader for name, reader in readers.items() if name.suffix != ".md"} or readers
     if not readers:
         return []
     kind = Counter(readers.values()).most_common(1)[0][0]
@@ -446,7 +440,7 @@ class _RowText(NamedTuple):
 
 
 def _text(path: Path, file: io.BufferedReader, _rows: _RowText) -> Iterator[str]:
-    """The one document of a .txt file, in pieces."""
+    """The one document of a file, in pieces."""
     decoded = io.TextIOWrapper(file, encoding="utf-8-sig")  # its line ends become \n
     kind: type[str] = str
     pending = ""
@@ -498,6 +492,7 @@ def _parquet(path: Path, file: io.BufferedReader, rows: _RowText) -> Iterator[st
 _Reader = Callable[[Path, io.BufferedReader, _RowText], Iterator[str]]
 _READERS: dict[str, _Reader] = {
     ".txt": _text,
+    ".md": _text,
     ".json": _json,
     ".jsonl": _json,
     ".parquet": _parquet,

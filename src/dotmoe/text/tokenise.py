@@ -1,29 +1,22 @@
-"""Stage tokenise: text, or samples of the dense model -> training blocks and held-out blocks."""
+"""Stage tokenise: text -> training blocks and held-out blocks."""
 
-import hashlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-import torch
-from torch import Tensor
-from transformers import DynamicCache
-
 from dotmoe.common.files import read_json, write_json
-from dotmoe.common.progress import Progress, Update
+from dotmoe.common.progress import Progress
 from dotmoe.models.family import DenseModel
-from dotmoe.models.hooks import cached
 from dotmoe.text.blocks import (
     Record,
     TokenBlocks,
-    block_writer,
     overlap,
     pack_sources,
     split_off_tail,
     write_decontaminated,
 )
-from dotmoe.text.config import DataConfig, SampleConfig
-from dotmoe.text.sources import SELF, documents, sources_of
+from dotmoe.text.config import DataConfig
+from dotmoe.text.sources import documents, sources_of
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
 OTHER = "other.safetensors"
@@ -55,20 +48,13 @@ class Text:
 
 def require_sources(data: DataConfig, eval_text: tuple[str, ...]) -> None:
     """Raise `UserError` for sources that do not exist, before anything is loaded."""
-    if not samples_itself(data):
-        sources_of(data)
+    sources_of(data)
     if eval_text:
         documents(_in_order(data, eval_text))
 
 
-def samples_itself(data: DataConfig) -> bool:
-    """Whether the training text is sampled from the dense model."""
-    return data.data == (SELF,)
-
-
 def tokenise(
     data: DataConfig,
-    sample: SampleConfig,
     dense: DenseModel,
     folder: Path,
     *,
@@ -93,17 +79,7 @@ def tokenise(
     if data.seq_len > dense.widths.context:
         data = replace(data, seq_len=dense.widths.context)
         progress.log(f"seq_len lowered to {data.seq_len}, the context of the model")
-    if samples_itself(data):
-        tokens = max(blocks * data.seq_len, min_tokens)
-        tokens = min(tokens, sample.sample_tokens or tokens)
-        origin = "text that the dense model itself sampled"
-    else:
-        tokens = max(blocks * data.seq_len, _READ_FOR_ONE * min_tokens)
-        origin = "the data"
-
-    def write(path: Path, num_tokens: int) -> Record:
-        return _write_training(data, sample, dense, path, num_tokens, progress)
-
+    tokens = max(blocks * data.seq_len, _READ_FOR_ONE * min_tokens)
     training, heldout, whole = (folder / name for name in (_TRAINING, _HELDOUT, "whole"))
     record: Record = {}
     if eval_text:
@@ -114,14 +90,14 @@ def tokenise(
         record["heldout"] = "that of the run that is finetuned"
         beside.heldout.save(heldout)
     else:
-        name = (f"blocks of {origin} kept out of training",)
+        name = ("blocks of the data kept out of training",)
         record["heldout"] = "the last blocks of the same text"
-        record["training"] = write(training, tokens + eval_tokens)
+        record["training"] = _packed(data, dense, training, tokens + eval_tokens, progress)
         split_off_tail(training, heldout, eval_tokens)
     if beside is not None:
         # The source may contain some of the held-out text, which is left out below.
         avoided = TokenBlocks.load(heldout)
-        record["training"] = write(whole, tokens + avoided.num_tokens)
+        record["training"] = _packed(data, dense, whole, tokens + avoided.num_tokens, progress)
         record["left_out_blocks"] = left_out = write_decontaminated(
             TokenBlocks.load(whole), avoided, training
         )
@@ -131,7 +107,7 @@ def tokenise(
                 f"{left_out} blocks of training text left out: they are part of the held-out text"
             )
     elif eval_text:
-        record["training"] = write(training, tokens)
+        record["training"] = _packed(data, dense, training, tokens, progress)
     if eval_text:
         fitted = [TokenBlocks.load(training), *([beside.training] if beside else [])]
         record["overlap"] = max(overlap(blocks, TokenBlocks.load(heldout)) for blocks in fitted)
@@ -146,20 +122,6 @@ def _overlap_noted(name: tuple[str, ...], share: float, progress: Progress) -> t
         return name
     progress.log(f"{share:.2%} of {', '.join(name)} is training text: results on it are no test")
     return (*name, f"{share:.2%} of it training text")
-
-
-def _write_training(
-    data: DataConfig,
-    sample: SampleConfig,
-    dense: DenseModel,
-    path: Path,
-    num_tokens: int,
-    progress: Progress,
-) -> Record:
-    if not samples_itself(data):
-        return _packed(data, dense, path, num_tokens, progress)
-    with progress.bar("sample from the dense model", tokens=1) as update:
-        return sample_blocks(dense, sample, path, data, num_tokens, update)
 
 
 def write_windows(
@@ -195,73 +157,3 @@ def _packed(
 def _in_order(data: DataConfig, sources: tuple[str, ...]) -> DataConfig:
     """The config with other sources, read in their own order."""
     return replace(data, data=sources, data_weights=(), shuffle_buffer=0)
-
-
-# --- text of the model itself ------------------------------------------------------------------
-
-
-def sample_blocks(
-    dense: DenseModel,
-    config: SampleConfig,
-    path: Path,
-    data: DataConfig,
-    num_tokens: int,
-    on_progress: Update,
-) -> Record:
-    """Sample blocks from the dense model, token by token and independently, into a file.
-
-    Finished batches are kept, so that a killed process resumes where it stopped. A batch is a pure
-    function of model, config, seed and its number.
-    `num_tokens` is rounded up to whole blocks. Returns and raises as `pack_sources` does.
-    """
-    num_blocks, size = -(-num_tokens // data.seq_len), config.sample_batch_size
-    job = {"data": asdict(data), "sample": asdict(config), "max_tokens": num_tokens}
-    with block_writer(path, data.seq_len, job) as writer:
-        for first in range(writer.num_tokens // data.seq_len, num_blocks, size):
-            digest = hashlib.sha256(f"{data.data_seed}/{first // size}".encode()).digest()
-            seed = int.from_bytes(digest[:7], "little")
-            generator = torch.Generator(dense.device).manual_seed(seed)
-            rows = min(size, num_blocks - first)
-            tokens_BT = sampled_rows(dense, rows, data.seq_len, generator)
-            writer.append(tokens_BT.flatten())
-            writer.keep({})
-            on_progress(min(writer.num_tokens, num_tokens), num_tokens)
-    return {
-        "tokens": writer.num_tokens,
-        "seq_len": data.seq_len,
-        "sources": [{"name": SELF, "weight": None, "share": 1.0, "tokens": writer.num_tokens}],
-        "separator": "as sampled; each block is a sample of its own",
-    }
-
-
-@torch.no_grad()
-def sampled_rows(dense: DenseModel, rows: int, seq_len: int, generator: torch.Generator) -> Tensor:
-    """Independent samples of the model: int32, [rows, seq_len].
-
-    A row begins with BOS or, if the tokenizer has none, with a token drawn uniformly from those
-    that are not special. Each later token is drawn from the model's softmax over
-    the tokenizer's own tokens, given all tokens before it. After EOS a row continues with BOS if
-    that is another token (a new document, as in packed text), else with what the model predicts.
-    `generator` must be on the model's device.
-    """
-    tokenizer = dense.tokenizer
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    vocabulary = max(tokenizer.get_vocab().values()) + 1
-    tokens_BT = torch.empty(rows, seq_len, dtype=torch.long, device=dense.device)
-    if bos is not None:
-        tokens_BT[:, 0] = bos
-    else:
-        plain = torch.tensor(sorted(set(range(vocabulary)) - set(tokenizer.all_special_ids)))
-        draws = torch.randint(len(plain), (rows,), generator=generator, device=generator.device)
-        tokens_BT[:, 0] = plain.to(generator.device)[draws]
-    options = cached(DynamicCache(config=dense.config))
-    restarts = bos is not None and eos not in (None, bos)
-    for place in range(1, seq_len):
-        last_B1 = tokens_BT[:, place - 1 : place]
-        output = dense.model(input_ids=last_B1, **options)
-        logits_BV = output.logits[:, -1, :vocabulary].float()
-        drawn_B1 = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
-        if restarts:
-            drawn_B1[last_B1 == eos] = bos
-        tokens_BT[:, place] = drawn_B1[:, 0]
-    return tokens_BT.int().cpu()

@@ -44,7 +44,7 @@ ENERGY_PASSES, INPUT_PASSES = 90, 45
 rounds of the start, fitted: a product with as few columns as experts is bound by memory."""
 UNMEASURED = (
     "Rates of GPUs are quoted from vendors, and the shares of them that are reached, assumed.",
-    "Disks are assumed to read and write 1 GB/s; downloads and sampled text are not included.",
+    "Disks are assumed to read and write 1 GB/s; downloads are not included.",
 )
 SPLIT_LEFT_OUT = "A split by another method is timed as a run of the dense model alone."
 
