@@ -73,7 +73,10 @@ def results_in(folder):
     return json.loads((folder / "6_evaluate" / "results.json").read_text())
 
 
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(KINDS[0], marks=pytest.mark.slow), *KINDS[1:]],  # compared below, too
+)
 def test_convert_exports_each_kind_of_method_verified(
     method, tiny_dense, text_file, tmp_path, command
 ):
