@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
 from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import require_exportable
 from dotmoe.method.granularity import Granularity
+from dotmoe.method.masked import masked_by
 from export.comparison import logits_of, masked_logits, step_by_step, stock_logits
 
 TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -45,13 +46,22 @@ def test_it_computes_the_masked_model_with_and_without_a_cache(
     dense, rows = dense_of(family, **OWN[family]), tokens_BT[:2, :40]
     made = exported(dense, split, format="dotmoe")
     assert (made.record.format, made.record.problems) == ("dotmoe", [])
-    assert "Only Transformers can load it" in made.record.notes[0]
+    assert "SGLang and llama.cpp have no such decoder" in made.record.notes[0]
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32).eval()
     expected = masked_logits(dense, made.layout, rows)
     close(logits_of(model, rows), expected)
     close(step_by_step(model, rows), expected)
     all_on = {made.record.active_experts_key: made.layout.num_experts}
     close(stock_logits(made.folder, rows, **all_on), logits_of(dense.model, rows))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
+def test_the_decoder_without_its_head_is_the_masked_one(family, dense_of, exported, tokens_BT):
+    made = exported(dense_of(family, **OWN[family]), SPLITS[1], format="dotmoe")
+    decoder = AutoModel.from_pretrained(made.folder, dtype=torch.float32).eval()
+    with masked_by(made.dense, made.layout), torch.no_grad():
+        expected = made.dense.model.model(tokens_BT).last_hidden_state
+        close(decoder(tokens_BT).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("family", ["smollm3", "gemma3_text"])

@@ -192,9 +192,14 @@ class _DotMoe(TransformersFormat):
     """dotmoe's own: the dense decoder with experts of neurons or heads; exports its code too."""
 
     name = "dotmoe"
-    servers = ("Transformers with trust_remote_code=True",)
+    servers = "Transformers (trust_remote_code=True)", "vLLM (--trust-remote-code)"
     gating = Gating(score="none")
     active_experts_editable = True
+
+    def runs_in(self, dense: DenseModel) -> tuple[str, ...]:
+        kinds = set(getattr(dense.config, "layer_types", None) or ())
+        in_vllm = kinds <= {"full_attention", "sliding_attention"}  # refuses other mixers
+        return self.servers if in_vllm else self.servers[:1]
 
     def unsupported(self, dense: DenseModel, splits: Splits, dtype: torch.dtype) -> str | None:
         traits = dense.traits
@@ -216,9 +221,9 @@ class _DotMoe(TransformersFormat):
         has_heads = targets_of(splits_in(conversion.layouts)) != "ffn"
         cache = "All keys and values are computed: the KV cache is as large as the dense model's."
         return [
-            "Only Transformers can load it: vLLM, SGLang and llama.cpp have no such decoder. "
-            f"`import {modeling_dotmoe.__name__}` registers it; without dotmoe, give "
-            f"from_pretrained trust_remote_code=True, which runs {CODE.name} from this folder.",
+            f"It runs in {' and '.join(self.runs_in(conversion.dense))}: SGLang and llama.cpp have "
+            f"no such decoder. `import {modeling_dotmoe.__name__}` registers it; without dotmoe, "
+            f"trust_remote_code=True runs {CODE.name} from this folder.",
             *[cache] * has_heads,
             *Format.notes(self, conversion),
         ]
@@ -234,6 +239,7 @@ class _DotMoe(TransformersFormat):
             "model_type": self.name,
             "auto_map": {
                 "AutoConfig": f"{CODE.stem}.DotMoeConfig",
+                "AutoModel": f"{CODE.stem}.DotMoeModel",
                 "AutoModelForCausalLM": f"{CODE.stem}.DotMoeForCausalLM",
             },
             # Phi-3 is Mistral's decoder with fused projections; exports write them separately.

@@ -13,9 +13,9 @@ from dotmoe.method.granularity import Splits, targets_of
 from dotmoe.models.family import DenseModel
 
 OWN = "dotmoe"
-ONLY_TRANSFORMERS = (
-    f"Format {OWN} runs in Transformers only, with its own code (trust_remote_code=True): vLLM, "
-    "SGLang and llama.cpp cannot load it, and there is no GGUF of it."
+NEEDS_OWN_CODE = (
+    f"Format {OWN} runs with its own code (trust_remote_code=True), in Transformers and in vLLM's "
+    "Transformers backend. SGLang and llama.cpp cannot load it, and there is no GGUF of it."
 )
 
 

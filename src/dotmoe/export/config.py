@@ -14,7 +14,7 @@ class ExportConfig:
     """Stock architecture to write: glm4_moe, mixtral, qwen3_moe, qwen3_5_moe_text,
     granitemoe, flex_olmo, or auto: the first of these that can hold the model in its whole context.
     Experts made of heads, and families whose decoder no stock MoE has, need format dotmoe, which
-    only Transformers runs, with code that the export contains.
+    Transformers and vLLM's Transformers backend run, with code that the export contains.
     From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the written weights. `source` keeps every dense tensor's own dtype, bit for bit, but

@@ -288,6 +288,10 @@ class Format(ABC):
             )
         return None
 
+    def runs_in(self, dense: DenseModel) -> tuple[str, ...]:
+        """Software that runs this model's export."""
+        return self.servers
+
     @abstractmethod
     def exactness(self, conversion: Conversion) -> str:
         """A clause that states what is exact and what is not."""

@@ -138,7 +138,7 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
     return ExportRecord(
         **others,
         format=form.name,
-        servers=list(form.servers),
+        servers=list(form.runs_in(dense)),
         exactness=form.exactness(conversion),
         source=origin.name,
         revision=origin.revision,

@@ -13,7 +13,7 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import complete_folder, new_folder
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.worker import WorkerDiedError
-from dotmoe.export.choice import ONLY_TRANSFORMERS, OWN, format_for
+from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, format_for
 from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
 from dotmoe.export.format import EXPORTED, Conversion, require_no_others
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
@@ -96,7 +96,7 @@ def require_exportable(dense: DenseModel, splits: Splits, config: ExportConfig) 
     tensors.require_shapes(dense.model)
     require_no_others(dense, tensors, form.name)
     if form.name == OWN:
-        logger.warning(ONLY_TRANSFORMERS)
+        logger.warning(NEEDS_OWN_CODE)
     return dtype
 
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     GenerationMixin,
     PreTrainedConfig,
@@ -94,9 +96,10 @@ class HeadQueries(nn.Module):
         """Map [..., D] to [..., N d_h]; the routing is kept for `HeadOutputs`."""
         x_TD = x.reshape(-1, x.shape[-1])
         self.chosen_TK = chosen_TK = self.router(x_TD)
-        if self.numbers.device != x.device:
-            self.numbers = self.numbers.to(x.device)
-        self.heads_TH = self.numbers[chosen_TK].flatten(1)
+        numbers = self.numbers.to(x.device)
+        if not x.is_meta:  # servers trace the model there
+            self.numbers = numbers
+        self.heads_TH = numbers[chosen_TK].flatten(1)
         if self.weight.dim() == 2:
             return F.linear(x, self.weight, self.bias)
         rows_TKR = by_expert(x_TD, chosen_TK, self.weight)
@@ -209,6 +212,40 @@ def by_expert(rows: Tensor, chosen_TK: Tensor, weight_EBA: Tensor) -> Tensor:
     return out_RB[back_R].view(num_tokens, active, -1)
 
 
+def put_experts(layers: Any, config: DotMoeConfig) -> None:
+    """Replace the FFNs and projections of a stock decoder's layers that the config splits."""
+    heads = config.heads_of_experts
+    for index, layer in enumerate(layers):
+        if index < config.first_dense_layers or (heads and heads[index] is None):
+            continue
+        if heads:
+            attention = layer.self_attn
+            q_norm, rows = getattr(attention, "q_norm", None), attention.q_proj.out_features
+            whole = q_norm is not None and q_norm.weight.numel() == rows
+            attention.q_proj = HeadQueries(attention.q_proj, config, index, whole=whole)
+            attention.o_proj = HeadOutputs(attention.o_proj, attention.q_proj)
+        if config.ffn_experts:
+            # LFM2 has no module for its activation function.
+            parts = [*getattr(layer, config.ffn_name).children(), nn.SiLU()]
+            act_fn = next(part for part in parts if not isinstance(part, nn.Linear))
+            setattr(layer, config.ffn_name, ExpertFFN(config, act_fn))
+
+
+class DotMoeModel(PreTrainedModel):
+    """Makes the stock decoder of a family with experts, without a head; vLLM asks for it."""
+
+    config_class = DotMoeConfig
+    _supports_attention_backend = True
+
+    def __new__(cls, config: DotMoeConfig) -> Any:
+        """The decoder, an instance of the family's class."""
+        dense = config.dense()
+        config._experts_implementation = config._experts_implementation or "eager"
+        decoder = MODEL_MAPPING[type(dense)](dense)
+        put_experts(decoder.layers, config)
+        return decoder
+
+
 class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
     """The stock decoder of a family with experts made of neurons or heads, and its LM head."""
 
@@ -225,21 +262,7 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
         self.model, self.lm_head = dense.model, dense.lm_head
         self.vocab_size = config.vocab_size
         self.logit_scale = getattr(dense, "logit_scale", None)
-        for index, layer in enumerate(self.model.layers):
-            heads = config.heads_of_experts
-            if index < config.first_dense_layers or (heads and heads[index] is None):
-                continue
-            if heads:
-                attention = layer.self_attn
-                q_norm, rows = getattr(attention, "q_norm", None), attention.q_proj.out_features
-                whole = q_norm is not None and q_norm.weight.numel() == rows
-                attention.q_proj = HeadQueries(attention.q_proj, config, index, whole=whole)
-                attention.o_proj = HeadOutputs(attention.o_proj, attention.q_proj)
-            if config.ffn_experts:
-                # LFM2 has no module for its activation function.
-                parts = [*getattr(layer, config.ffn_name).children(), nn.SiLU()]
-                act_fn = next(part for part in parts if not isinstance(part, nn.Linear))
-                setattr(layer, config.ffn_name, ExpertFFN(config, act_fn))
+        put_experts(self.model.layers, config)
         self.post_init()
 
     def forward(
@@ -256,4 +279,5 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
 
 if __name__ == "dotmoe.models.modeling_dotmoe":  # Transformers registers a copy itself
     AutoConfig.register(DotMoeConfig.model_type, DotMoeConfig)
+    AutoModel.register(DotMoeConfig, DotMoeModel)
     AutoModelForCausalLM.register(DotMoeConfig, DotMoeForCausalLM)

@@ -13,7 +13,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.options import check
 from dotmoe.common.tables import in_time
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.choice import ONLY_TRANSFORMERS, OWN, format_for
+from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, format_for
 from dotmoe.export.format import EXPORTED, yarn_notes
 from dotmoe.export.llama_cpp import most_active_experts_of
 from dotmoe.export.transformers_format import TransformersFormat, limits_met
@@ -239,7 +239,7 @@ def _warnings(
             options.export.export_dtype == "source" and sizes.stored == torch.float16
         ),
         f"Export refuses this: {form}": isinstance(form, str),
-        ONLY_TRANSFORMERS: not served,
+        NEEDS_OWN_CODE: not served,
         f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a GGUF "
         "of it is refused. With larger experts fewer run.": served and active > most,
         f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "

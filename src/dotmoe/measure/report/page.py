@@ -108,8 +108,9 @@ def _what_next(results: RunResults) -> list[str]:
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
     commands = {"generate": write + ["--chat-template"] * chats}
-    if "vLLM" in record["servers"]:
-        commands["serve"] = ["vllm", "serve", str(export), "--dtype", record["dtype"]]
+    if any(server.startswith("vLLM") for server in record["servers"]):
+        serve = ["vllm", "serve", str(export), "--dtype", record["dtype"]]
+        commands["serve"] = serve + ["--trust-remote-code"] * (record["format"] == "dotmoe")
     target = targets_of(from_record(results.results["granularity"]))
     if not results.is_finetuned and target == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
