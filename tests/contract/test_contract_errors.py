@@ -16,6 +16,9 @@ REFUSED = {
     "convert embedded OUT": "data names no source",
     "convert embedded OUT --data {tmp}/none.txt": r"none\.txt does not exist",
     "convert embedded {text} --data TEXT": "is in the way",
+    "convert embedded {run}/5_export/new --data TEXT": "new is inside .*/5_export, a model. Choose",
+    "export RUN {run}/5_export/new": "new is inside .*/5_export, a model",
+    "convert embedded OUT --data {tmp}": "is an empty folder. Name one with files: .txt",
     "convert embedded {text}/run --data TEXT": "cannot be made",
     "convert embedded OUT --data TEXT --stpes 3": "Did you mean --steps",
     "convert embedded OUT --data TEXT --steps many": "many",
@@ -105,7 +108,7 @@ REFUSED = {
 def test_one_line_says_what_is_wrong_and_nothing_is_left(
     line, finished, text_file, tmp_path, command
 ):
-    words = [w.format(tmp=tmp_path, text=text_file) for w in line.split()]
+    words = [w.format(tmp=tmp_path, text=text_file, run=finished.folder) for w in line.split()]
     gguf = text_file.with_name("model.gguf")
     gguf.write_bytes(b"GGUF")
     places = {"OUT": tmp_path / "out", "TEXT": text_file, "GGUF": gguf}

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy_tasks import EVERY_5, Regression
+from toy_tasks import Regression, trained
 
 from dotmoe.cli import message_of
 from dotmoe.common.distributed import divided, mesh, rank
@@ -58,19 +58,16 @@ def in_trouble(folder, number):
     with pytest.raises(Interrupted, match="SIGTERM stopped the run after step 7"):
         train(Troubled({6: terminate}), folder)
     with pytest.raises(OSError, match="was truncated") as full:
-        train(Troubled({8: limit_files}), folder, EVERY_5)
+        trained(folder, task=Troubled({8: limit_files}))
     assert message_of(full.value).startswith("the disk is full")
     assert rank() or os.listdir(folder / "checkpoints") == ["step_00000007"]
     limit_files(None, None, resource.RLIM_INFINITY)
-    task, whole = Troubled(), Troubled()
-    train(task, folder, EVERY_5)
-    train(whole, folder / "whole")
+    task, whole = (trained(place, task=Troubled()) for place in (folder, folder / "whole"))
     assert torch.equal(task.tower.to_local(), whole.tower.to_local())
     dist.destroy_process_group()
 
 
 def test_ranks_decide_alike(tmp_path):
-    (tmp_path / "whole").mkdir()
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=in_trouble, args=(tmp_path, number)) for number in (0, 1)]
     for process in ranks:

@@ -123,13 +123,10 @@ def sha256_of(path: Path) -> str:
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
     """Size and SHA-256 of files, by their paths below `folder` with `/` between folders."""
-
-    def checksum(name: str) -> tuple[str, Checksum]:
-        path = folder / name
-        return name, {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-
+    names = sorted(names)
     with ThreadPoolExecutor() as threads:
-        return dict(threads.map(checksum, sorted(names)))
+        sums = zip(names, threads.map(lambda name: sha256_of(folder / name), names), strict=True)
+        return {n: {"bytes": (folder / n).stat().st_size, "sha256": sha} for n, sha in sums}
 
 
 def damage_in(
@@ -168,6 +165,13 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def require_outside_models(out: Path) -> None:
+    """Refuse a place inside the folder of a model, of which it would become a part."""
+    for folder in out.resolve().parents:
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            raise UserError(f"{out} is inside {folder}, a model. Choose another folder.")
 
 
 def new_folder(out: Path) -> Path:

@@ -32,6 +32,7 @@ from dotmoe.common.files import (
     locked,
     read_with_checksum,
     remove,
+    require_outside_models,
     sync,
     with_checksum,
     write_json,
@@ -261,6 +262,7 @@ class RunFolder:
                     "delete the folder."
                 )
             return
+        require_outside_models(self.path)
         left_at_a_start = {_LOCK, f".{_MANIFEST}.partial"}
         if self.path.is_file() or any(p.name not in left_at_a_start for p in self.path.glob("*")):
             raise UserError(

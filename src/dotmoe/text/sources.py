@@ -303,6 +303,8 @@ def _files_in(folder: Path, split: str) -> list[Path]:
         return []
     names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     readers = {name: _reader_of(name) for name in names if "." not in [p[0] for p in name.parts]}
+    if not readers:
+        raise UserError(f"{folder} is an empty folder. Name one with files: {FORMATS}.")
     readers = {name: reader for name, reader in readers.items() if reader}
     readers = {name: reader for name, reader in readers.items() if name.suffix != ".md"} or readers
     if not readers:

@@ -72,7 +72,7 @@ class Checkpoints:
         with ThreadPoolExecutor(1) as self._thread:
             yield
 
-    def is_writing(self) -> bool:
+    def writes(self) -> bool:
         """Whether this rank still writes in the background."""
         return self._writing is not None and not self._writing.done()
 

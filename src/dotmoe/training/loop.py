@@ -144,11 +144,7 @@ def train(
             is_due = (step + 1) % (training.checkpoint_every or schedule.steps) == 0
             is_due |= time.monotonic() - last_save >= _CHECKPOINT_SECONDS
             # Whether any rank has received a signal, rank 0 wants a checkpoint, or any writes one.
-            flags = [
-                checkpoints.is_writing(),
-                is_due and is_rank_zero(),
-                *map(signals.count, _SIGNALS),
-            ]
+            flags = [checkpoints.writes(), is_due and is_rank_zero(), *map(signals.count, _SIGNALS)]
             writing, save, *stops = sum_over_ranks(torch.tensor(flags)).tolist()
             if not writing:
                 checkpoints.finish()
@@ -221,16 +217,11 @@ def _gradients(
             "out of memory at step %d: micro_batch_size is %d from here on", step + 1, size
         )
         task.forget_step()
-        _undo(task, optimizer, before)
+        optimizer.zero_grad()
+        for name, tensor in task.state().items():
+            tensor.copy_(before[name])
         gc.collect()  # here the error's frames no longer hold tensors of the step
         torch.cuda.empty_cache()
-
-
-def _undo(task: Task, optimizer: torch.optim.Optimizer, before: dict[str, Tensor]) -> None:
-    """Discard the gradients of a batch, and restore the task's state from `before`."""
-    optimizer.zero_grad()
-    for name, tensor in task.state().items():
-        tensor.copy_(before[name])
 
 
 def _worst_place(optimizer: torch.optim.Optimizer) -> str:

@@ -107,7 +107,7 @@ def _what_next(results: RunResults) -> list[str]:
     )
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
-    commands = {"generate": write + ["--chat-template"] * chats}
+    commands = {"generate": write + (["--chat-template"] if chats else ["--temperature", "0.8"])}
     if any(server.startswith("vLLM") for server in record["servers"]):
         serve = ["vllm", "serve", str(export), "--dtype", record["dtype"]]
         commands["serve"] = serve + ["--trust-remote-code"] * (record["format"] == "dotmoe")
