@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from dotmoe.common.distributed import fsdp_mesh, local_part, mesh
 from dotmoe.measure.inspection.planner import ACCELERATORS, fitting
-from dotmoe.measure.inspection.sizes import Sizes, Step, repair_memory, step_memory
+from dotmoe.measure.inspection.sizes import Sizes, Step, gathered, repair_memory, step_memory
 from dotmoe.method import repair
 from dotmoe.method.align import Alignment, LearnedAssignment
 from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig, RepairConfig
@@ -46,6 +46,7 @@ from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import load_sharded
+from dotmoe.models.on_disk import on_disk
 from dotmoe.training.loop import adamw, update
 from random_models import QWEN25_7B, Shape, llama_config
 from rounds import keep
@@ -83,7 +84,10 @@ def planned(step: Step) -> int:
     """The planner's peak, in bytes; of a repair without what is on the host."""
     kind: str = step.train
     if kind == "repair":
-        return sum(repair_memory(step.sizes, 0, step.held).values())
+        items = dict(repair_memory(step.sizes, 0, step.held))
+        if step.sharded:  # rank 0 reads from disk what ranks had divided
+            items["dense weights"] = step.held * gathered(step.sizes)
+        return sum(items.values())
     return sum(step_memory(step).values())
 
 
@@ -130,6 +134,30 @@ class Tokens:
     def batch(self, step: int, size: int, seed: int, rank: int = 0, ranks: int = 1) -> Any:
         """Rows of one rank."""
         return torch.zeros(size // ranks, self.seq_len, dtype=torch.long)
+
+
+class Stored:
+    """The tensors of a model on disk."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, dense: DenseModel) -> None:
+        self.of_model = dense.model
+
+    @classmethod
+    def of(cls, dense: DenseModel) -> "Stored":
+        """Those of a described model."""
+        return cls(dense)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in host memory."""
+        return torch.empty_like(self.of_model.get_parameter(name), device="cpu")
+
+    def require_shapes(self, model: nn.Module) -> None:
+        """They are those of the model itself."""
+
+    def forget(self) -> None:
+        """Nothing is kept."""
 
 
 def simulated(step: Step) -> int:
@@ -218,6 +246,7 @@ def without_values() -> Iterator[None]:
             stack.enter_context(patch(f"torch.{path}", value))
         for module in ("method.finetuning", "models.load"):
             stack.enter_context(patch(f"dotmoe.{module}.Tensors", tensors))
+        stack.enter_context(patch("dotmoe.models.on_disk.Tensors", Stored))
         stack.enter_context(patch("dotmoe.models.load.fill_own_rows"))
         own = patch("dotmoe.method.align.own_rows", lambda x: slice(0, len(local_part(x))))
         stack.enter_context(own)
@@ -289,7 +318,8 @@ def _dense(step: Step, ranks: Any) -> DenseModel:
 def _repair(step: Step) -> None:
     """Repair every layer on a few tokens: those of a whole text are on the host."""
     blocks: Any = Tokens(step.seq_len)
-    streams = _Streams(_dense(step, None), (_layout(step.sizes),), blocks, RepairConfig())
+    dense = on_disk(_described(step), GPU, torch.bfloat16) if step.sharded else _dense(step, None)
+    streams = _Streams(dense, (_layout(step.sizes),), blocks, RepairConfig())
     for index, target, problem, use in streams.problems():
         weights, _ = _solution(problem(), target, 1, RIDGES[4])
         prefix = f"model.layers.{index}.{target.module}"
@@ -347,7 +377,7 @@ def compared(model: str, step: Step, layers: int | None) -> dict[str, Any]:
 def at_defaults(model: str) -> list[Step]:
     """Repair and trainings by the default options, as the commands run them on 80 GB."""
     is_large = model == "Qwen2.5-32B"  # which --sharding auto divides, and one GPU does not hold
-    steps = [] if is_large else [step_of(model, "repair")]
+    steps = [step_of(model, "repair", 8 if is_large else 1, sharded=is_large)]
     for ranks in (8,) if is_large else (1, 8):
         align = step_of(model, "assignment", ranks, 4, sharded=is_large)
         how = {"seq_len": 512, "sharded": ranks > 1, "distils": True}
@@ -369,7 +399,7 @@ def main() -> None:
         ("everything", divided | {"offload": True, "distils": True}),
         ("router", {"ranks": 8}),
     ]
-    steps = {"Qwen2.5-7B": [step_of("Qwen2.5-7B", "repair")]}
+    steps = {"Qwen2.5-7B": [step_of("Qwen2.5-7B", "repair", **how) for how in ({}, divided)]}
     for (train, how), again in product(ways, (False, True)):
         steps["Qwen2.5-7B"].append(step_of("Qwen2.5-7B", train, checkpointing=again, **how))
     if not layers:

@@ -15,6 +15,6 @@ def test_the_peaks_of_steps_at_7b_width_are_planned_within_15_percent():
     line = [sys.executable, str(SCRIPT), "--layers", "2"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     rows = [json.loads(row) for row in done.stdout.splitlines()]
-    assert len(rows) == 1 + 6 * 2
+    assert len(rows) == 2 + 6 * 2
     for row in rows:
         assert row["planned"] == pytest.approx(row["simulated"], rel=0.15), row
