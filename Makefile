@@ -41,7 +41,7 @@ SMOLLM2_SPLIT := --expert-size 32 --first-dense-layers 1 --seq-len 512
 SMOLLM2_EFFORT ?= --calibration-tokens 8192 --repair-tokens 16384 --repair-epochs 0
 SMOLLM2_RUN ?= smollm2/run
 smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched, converted and asked (SMOLLM2_DATA=FILE)
-	@echo "This takes about 9 minutes of CPU time. Stopped, it goes on with the same command."
+	@echo "This takes about 10 minutes of CPU time. Stopped, it goes on with the same command."
 	@echo "More text and training, better and an hour or more: make smollm2 SMOLLM2_EFFORT= SMOLLM2_RUN=smollm2/longer"
 	$(BIN)/dotmoe convert $(SMOLLM2) $(SMOLLM2_RUN) --active 0.75 --shared 0.375 $(SMOLLM2_SPLIT) \
 		--data $(SMOLLM2_DATA) --eval-tokens 2048 $(SMOLLM2_EFFORT)
