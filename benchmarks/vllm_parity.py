@@ -84,7 +84,7 @@ def prompts_of(folder: Path, text: str, count: int) -> list[list[int]]:
     from dotmoe.text.config import DataConfig
     from dotmoe.text.sources import documents
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = [
         i for document in documents(DataConfig(data=(text,))) for i in tokenizer(document).input_ids
     ]
