@@ -320,10 +320,10 @@ def _repair(step: Step) -> None:
     blocks: Any = Tokens(step.seq_len)
     dense = on_disk(_described(step), GPU, torch.bfloat16) if step.sharded else _dense(step, None)
     streams = _Streams(dense, (_layout(step.sizes),), blocks, RepairConfig())
-    for index, target, problem, use in streams.problems():
+    for index, target, problem in streams.problems():
         weights, _ = _solution(problem(), target, 1, RIDGES[4])
         prefix = f"model.layers.{index}.{target.module}"
-        use({f"{prefix}.{name}": weight.cpu() for name, weight in weights.items()})
+        streams.use({f"{prefix}.{name}": weight.cpu() for name, weight in weights.items()})
 
 
 def _alignment(step: Step, ranks: Any) -> Alignment:

@@ -1,5 +1,6 @@
 """Repair by layers: refit W_down and W_O under the masks in closed form, then train the FFNs."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ import torch
 from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dotmoe.common.distributed import in_fast_products, in_float32
 from dotmoe.common.errors import UserError
@@ -19,10 +19,12 @@ from dotmoe.common.files import complete_folder, read_json, save_tensors, write_
 from dotmoe.common.progress import Update, no_update
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits
-from dotmoe.method.layout import Layouts, save_layouts, splits_in
-from dotmoe.method.masked import Masking, masked, maskings_of
+from dotmoe.method.layout import ExpertLayout, Layouts, save_layouts, splits_in
+from dotmoe.method.masked import masked, maskings_of
+from dotmoe.method.router import Routing
+from dotmoe.method.sparse import SparseFFN
 from dotmoe.models.checkpoint import CHANGED, Tensors
-from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream, Target
+from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, GatedFFN, Stream, Target
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import CHANGES, whole_weights
 from dotmoe.text.blocks import TokenBlocks
@@ -89,6 +91,8 @@ class LayerProblem:
     layer: int
     block: nn.Module
     """The FFN or attention; it runs masked."""
+    ffn: GatedFFN
+    layout: ExpertLayout
     output: nn.Linear
     """Its output projection."""
     norm: nn.Module
@@ -135,54 +139,59 @@ def refit(
     return before_DN + change_ND.T, {"ridge": RIDGES[best], "heldout_error": error}
 
 
-def train(
-    problem: LayerProblem, refitted: Mapping[str, Tensor], epochs: int
-) -> tuple[dict[str, Tensor], float]:
+def train(problem: LayerProblem, output_DN: Tensor, epochs: int) -> tuple[dict[str, Tensor], float]:
     """An FFN's weights, trained if held-out tokens gain, and the share of error left on them.
 
-    Adam starts from the `refitted` weights and takes `epochs` passes over the tokens to fit.
+    Adam starts from `output_DN` and takes `epochs` passes over the tokens to fit.
     """
     x_TD, wanted_TD, num = problem.x_TD, problem.wanted_TD, problem.num_fitted
     device = problem.weight_T.device
-    dense = {name: weight.float() for name, weight in problem.block.named_parameters()}
-    start = dense | {name: weight.float() for name, weight in refitted.items()}
-    trained = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
 
-    def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
-        x = x_TD[rows_T].to(device).float()
-        output_TD: Tensor = problem.norm(functional_call(problem.block, dict(weights), (x,)))
+    def error(ffn: Callable[[Tensor], Tensor], rows_T: Tensor) -> Tensor:
+        output_TD: Tensor = problem.norm(ffn(x_TD[rows_T].to(device).float()))
         square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
         return (square_T * problem.weight_T[rows_T.to(device)]).sum()
 
-    def heldout_error(weights: Mapping[str, Tensor]) -> float:
+    def heldout_error(ffn: Callable[[Tensor], Tensor]) -> float:
         parts = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
-        return sum(float(error(weights, rows_T)) for rows_T in parts)
+        return sum(float(error(ffn, rows_T)) for rows_T in parts)
 
-    groups = [
-        {"params": p, "lr": _RATE * float(p.detach().square().mean().sqrt())}
-        for p in trained.values()
-    ]
+    own = dict(problem.block.named_parameters())
+    new = {id(weight): weight.detach().to(torch.float32, copy=True) for weight in own.values()}
+    ffn = copy.deepcopy(problem.ffn, new)
+    routing = Routing(active_experts=problem.layout.active_experts)
+    make_sparse = partial(SparseFFN, ffn, problem.layout, problem.layer, routing)
+    of_dense = heldout_error(make_sparse())
+    ffn.down.weight.copy_(output_DN)
+    sparse = make_sparse()
+    sparse.router.requires_grad_(False)
+    of_refit = heldout_error(sparse)
+    groups, rows = list[dict[str, Any]](), [ffn.gate.weight, ffn.up.weight, ffn.down.weight.T]
+    for (_, *parts), rows_ND in zip(sparse.weights(), rows, strict=True):
+        rate = _RATE * float(rows_ND.square().mean().sqrt())
+        groups.append({"params": [part for part in parts if part is not None], "lr": rate})
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
     batch = BATCH if num >= _MANY_TOKENS else BATCH // 2  # else steps are too few
-    a_pass = math.ceil(num / batch)
-    steps = a_pass * epochs
-    rate = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    steps = epochs * (a_pass := math.ceil(num / batch))
+    warmed = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed)
     generator = torch.Generator().manual_seed(problem.layer)
     for step in range(steps):
         if step % a_pass == 0:
             batches = torch.split(torch.randperm(num, generator=generator), batch)
         with torch.enable_grad():
-            loss = error(trained, batches[step % a_pass]) / batch
+            loss = error(sparse, batches[step % a_pass]) / batch
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    of_dense, of_refit = heldout_error(dense), heldout_error(start)
-    of_trained = heldout_error(trained)
-    kept = trained if of_trained < of_refit else start
-    left = min(of_refit, of_trained) / (of_dense or 1.0)
-    return {name: weight.detach() for name, weight in kept.items()}, left
+    if (of_trained := heldout_error(sparse)) < of_refit:
+        for (_, experts, shared), rows_ND in zip(sparse.weights(), rows, strict=True):
+            rows_ND[sparse.neurons_ES] = experts
+            if shared is not None:
+                rows_ND[sparse.shared_M] = shared
+    weights = {name: new[id(weight)] for name, weight in own.items()}
+    return weights, min(of_refit, of_trained) / (of_dense or 1.0)
 
 
 @torch.no_grad()
@@ -218,7 +227,7 @@ def repair(
     dense.require("memory", "disk")
     streams, stored = _Streams(dense, layouts, blocks, config), Tensors.of(dense)
     metrics = list[dict[str, Any]]()
-    for index, target, problem, use in streams.problems():
+    for index, target, problem in streams.problems():
         checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
         if not checkpoint.is_dir():
             near = next((m["ridge"] for m in reversed(metrics) if m["ridge"]), None)
@@ -230,10 +239,9 @@ def repair(
                 save_tensors(tensors, partial_folder / CHANGED)
                 write_json(partial_folder / METRICS, {"layer": index, **of_layer})
         metrics.append(read_json(checkpoint / METRICS))
-        use(load_file(checkpoint / CHANGED))
-        if target.name == "ffn" or len(streams.maskings) == 1:
-            error = f"error {metrics[-1]['heldout_error']:.3f}"
-            on_progress(index + 1, layouts[0].num_layers, error)
+        streams.use(load_file(checkpoint / CHANGED))
+        error = f"error {metrics[-1]['heldout_error']:.3f}"
+        on_progress(index + 1, layouts[0].num_layers, error)
     save_layouts(layouts, folder)
     served = [layout.active_experts for layout in layouts]
     record = {"tokens": streams.num_tokens, "active_experts": served, "layers": metrics}
@@ -249,7 +257,7 @@ def _solution(
     output_DN, metrics = refit(problem, whole=not is_trained, near=near)
     weights = {f"{target.output_name}.weight": output_DN}
     if is_trained:
-        weights, metrics["trained_error"] = train(problem, weights, epochs)
+        weights, metrics["trained_error"] = train(problem, output_DN, epochs)
     if target.name == "attention":
         metrics = {"target": target.name, **metrics}
     return weights, metrics
@@ -261,7 +269,7 @@ class _Streams:
     def __init__(
         self, dense: DenseModel, layouts: Layouts, blocks: TokenBlocks, config: RepairConfig
     ) -> None:
-        self.maskings = maskings_of(dense, *layouts)
+        self.maskings, self._layouts = maskings_of(dense, *layouts), layouts
         self._model, self._config, self._device = dense, config, dense.device
         self._traits = dense.traits
         self._layers = dense.family.layers(dense.model)
@@ -275,27 +283,17 @@ class _Streams:
         self._dense = self._converted = Stream(dense, tokens_BT, self._parts)
         self._attended_BTD = torch.empty(0)
         """The dense stream between attention and FFN of the layer it went through last."""
+        self._own = dict[nn.Parameter, Tensor]()
+        """The model's own weights in place of which it has others."""
 
-    def problems(
-        self,
-    ) -> Iterator[
-        tuple[int, Target, Callable[[], LayerProblem], Callable[[Mapping[str, Tensor]], None]]
-    ]:
-        """Yield layer and target of each split part, in the order in which data passes.
+    def problems(self) -> Iterator[tuple[int, Target, Callable[[], LayerProblem]]]:
+        """Yield layer and target of each split part, and a function that poses its problem.
 
-        With them come a function that poses the part's problem, and one that gives the model the
-        weights that solve it: the masked model's stream then goes on with them. After the layer the
-        model has its own weights again.
+        They come in the order in which data passes: the masked model's stream goes on with the
+        weights given to `use` by then. After the layer the model has its own weights again.
         """
-        parameters, first = dict(self._model.model.named_parameters()), self.maskings[0].first_layer
+        first = self.maskings[0].first_layer
         for index in range(len(self._layers)):
-            originals = dict[str, Tensor]()
-
-            def use(weights: Mapping[str, Tensor], kept: dict[str, Tensor] = originals) -> None:
-                for name, weight in weights.items():
-                    kept[name] = parameters[name].data
-                    parameters[name].data = weight.to(kept[name])
-
             with whole_weights(self._model, index):
                 if index == first:
                     self._converted = self._dense.clone()
@@ -303,12 +301,20 @@ class _Streams:
                 if index < first:
                     continue
                 with masked(self._model, self.maskings, only=[index]):
-                    for masking in reversed(self.maskings):  # attention is before the FFN
-                        pose = partial(self._problem, index, masking)
-                        yield index, TARGETS[masking.target], pose, use
+                    for layout in reversed(self._layouts):  # attention is before the FFN
+                        target = TARGETS[layout.target]
+                        yield index, target, partial(self._problem, index, target, layout)
                     self._converted.advance(index)
-                for name, weight in originals.items():
-                    parameters[name].data = weight
+                while self._own:
+                    parameter, weight = self._own.popitem()
+                    parameter.data = weight
+
+    def use(self, weights: Mapping[str, Tensor]) -> None:
+        """Give the model the weights that solve the problem posed last."""
+        for name, weight in weights.items():
+            parameter = self._model.model.get_parameter(name)
+            self._own[parameter] = parameter.data
+            parameter.data = weight.to(parameter)
 
     def _advance_dense(self, index: int) -> None:
         """Advance the dense stream through a layer; the masked model's stays before it."""
@@ -320,11 +326,9 @@ class _Streams:
         if attended:
             self._attended_BTD = torch.cat(attended)
 
-    def _problem(self, index: int, masking: Masking) -> LayerProblem:
+    def _problem(self, index: int, target: Target, layout: ExpertLayout) -> LayerProblem:
         """The problem of one part of the layer that the dense stream went through last."""
-        target, layer = TARGETS[masking.target], self._layers[index]
-        is_ffn = target.name == "ffn"
-        family = self._model.family
+        family, layer, is_ffn = self._model.family, self._layers[index], target.name == "ffn"
         norm, output = family.norm_after(layer, target), family.output(layer, target)
         block = family.block(layer, target)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
@@ -354,16 +358,17 @@ class _Streams:
                     missing_TD, scale_T = _before_norm(missing_TD, product_TD, gain_D)
                     weight_T = weight_T / scale_T.square()
                 sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
-        nothing = torch.empty(0)
         return LayerProblem(
             layer=index,
             block=block,
+            ffn=family.ffn(layer),
+            layout=layout,
             output=output,
             norm=norm,
             fitted=sums[0],
             heldout=sums[1],
-            x_TD=torch.cat(inputs) if inputs else nothing,
-            wanted_TD=torch.cat(wanted) if wanted else nothing,
+            x_TD=torch.cat(inputs or [torch.empty(0)]),
+            wanted_TD=torch.cat(wanted or [torch.empty(0)]),
             weight_T=weight_BT.flatten(),
             num_fitted=self._num_fitted * dense_BTD.shape[1],
         )

@@ -243,15 +243,11 @@ def _runs(training: TokenBlocks, heldout: TokenBlocks) -> tuple[int, Tensor]:
 
 def _hashes(tokens_BT: Tensor, run: int) -> Tensor:
     """Hash, modulo 2^64, of the `run` tokens that start at each position: [B, T - run + 1]."""
-    powers_T, inverse_T = (_powers(base, tokens_BT.shape[1]) for base in (_BASE, _INVERSE))
+    bases_2T = torch.tensor([[_BASE], [_INVERSE]]).repeat(1, tokens_BT.shape[1])
+    powers_T, inverse_T = bases_2T.index_fill_(1, torch.tensor([0]), 1).cumprod(1).unbind()
     sums_BT = ((tokens_BT + 1) * powers_T).cumsum(1)
     sums_BT[:, run:] -= sums_BT[:, :-run].clone()
     return sums_BT[:, run - 1 :] * inverse_T[: len(inverse_T) - run + 1]
-
-
-def _powers(base: int, count: int) -> Tensor:
-    """Powers of `base` from the zeroth on, modulo 2^64: [count]."""
-    return torch.full((count,), base).index_fill_(0, torch.tensor([0]), 1).cumprod(0)
 
 
 @lru_cache(maxsize=4)
