@@ -233,8 +233,11 @@ def repair(
             near = next((m["ridge"] for m in reversed(metrics) if m["ridge"]), None)
             weights, of_layer = _solution(problem(), target, config.repair_epochs, near)
             dtype = stored.describe(target.output_tensor(index))[1]
-            prefix = f"model.layers.{index}.{target.module}"
-            tensors = {f"{prefix}.{name}": weight.to(dtype) for name, weight in weights.items()}
+            name_of = partial("model.layers.{}.{}.{}".format, index, target.module)
+            tensors = {
+                dense.family.own_name(name_of(name)): weight.to(dtype)
+                for name, weight in weights.items()
+            }
             with complete_folder(checkpoint) as partial_folder:
                 save_tensors(tensors, partial_folder / CHANGED)
                 write_json(partial_folder / METRICS, {"layer": index, **of_layer})
