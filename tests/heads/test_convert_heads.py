@@ -130,5 +130,5 @@ def test_inspect_says_which_servers_cannot_run_it(command):
     shown = command("inspect", "embedded", "--json", targets="attention")
     assert shown.status == 0
     found = json.loads(shown.out)
-    assert any("vLLM, SGLang and llama.cpp cannot load it" in each for each in found["warnings"])
+    assert any("SGLang and llama.cpp cannot load it" in each for each in found["warnings"])
     assert not any("kernels" in each for each in found["warnings"])

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from dotmoe.measure.inspection.planner import (
     ADAM_BYTES,
     ASSIGNMENT_BYTES,
@@ -30,6 +32,7 @@ from dotmoe.measure.inspection.sizes import (
 from dotmoe.method.calibrate import OUTLIER_TOKENS, ROUNDS
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS, repair_tokens
+from dotmoe.method.sparse import whole_is_faster
 from dotmoe.models.load import LARGEST_SHARE
 from dotmoe.run.config import RunConfig
 
@@ -221,7 +224,7 @@ class Stages:
     def repair(self, machine: Accelerator) -> Work:
         """Three streams; Gram matrices and their solutions; training and its held-out errors.
 
-        A pass of training costs 7/3 forwards of the FFN, whose input needs no gradient.
+        A pass of training costs 7/3 forwards of the experts that run; the input needs no gradient.
         """
         sizes, width, tokens = self.sizes, self.sizes.widths.model, self.repair_tokens
         is_ffn, counts = sizes.split.target == "ffn", sizes.counts
@@ -232,8 +235,12 @@ class Stages:
             for n in sizes.repaired_inputs
         )
         trained = is_ffn * self.repair_epochs * tokens * (HELD_OUT - 1) // HELD_OUT
-        a_pass = 14 * counts.ffn_total // 3
-        heldout = 3 * 2 * counts.ffn_total * tokens // HELD_OUT * (trained > 0)
+        split, device = sizes.split, torch.device("cpu" if machine.on_cpu else "cuda")
+        active = split.active_experts / split.num_experts
+        is_whole = whole_is_faster(device, torch.float32, active, split.expert_size)
+        run = int(counts.ffn_total * (1 if is_whole else split.active_fraction))
+        a_pass = 14 * run // 3
+        heldout = 3 * 2 * run * tokens // HELD_OUT * (trained > 0)
         passes = machine.efficiency.neurons * sizes.widths.ffn * sizes.moe_layers * FLOAT32
         return stream._replace(
             single=sizes.moe_layers * grams + a_pass * trained + heldout,
