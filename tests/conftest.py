@@ -50,23 +50,18 @@ TINY = {
 """Config of every tiny model. The tokenizer has 258 entries; real models have spare rows too."""
 
 
-HARNESS = ("evaluate/test_tasks.py", "report/test_page.py", "report/test_plots.py")
-"""Files that import lm-evaluation-harness, which takes half a minute: once, in one worker."""
 LONG = (
-    *("inspection/test_simulated_memory.py", *HARNESS, "distributed/test_alignment_on_ranks.py"),
-    *("finetune/test_stage.py", "inspection/test_inspect.py", "repo/test_commands.py"),
-    *("distributed/test_convert_on_ranks.py", "e2e/test_convert.py", "baselines/test_compare.py"),
+    *("inspection/test_simulated_memory.py", "distributed/test_alignment_on_ranks.py"),
+    *("repo/test_commands.py", "finetune/test_stage.py", "evaluate/test_tasks.py"),
+    *("inspection/test_inspect.py", "baselines/test_compare.py", "report/test_page.py"),
+    *("distributed/test_convert_on_ranks.py", "e2e/test_convert.py"),
 )
 """Files that take longest: they begin first, so that in the end no worker waits for another."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Workers of `make test` take whole files, in this order."""
     place = {item: item.path.relative_to(Path(__file__).parent).as_posix() for item in items}
-    for item in items:
-        group = "harness" if place[item] in HARNESS else place[item]
-        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: LONG.index(place[item]) if place[item] in LONG else len(LONG))
 
 

@@ -63,7 +63,9 @@ def test_the_written_config_repeats_the_run(finished, command, tmp_path):
     assert all(torch.equal(layout[name], repeated[name]) for name in layout)
 
 
-@pytest.mark.parametrize(("family", "holds"), [("llama", True), ("olmo2", False)])
+@pytest.mark.parametrize(
+    ("family", "holds"), [("llama", True), pytest.param("olmo2", False, marks=pytest.mark.slow)]
+)
 def test_the_defaults_are_half_active_with_half_of_that_shared_and_an_outlier_dense(
     family, holds, finished, tiny_dense, command, tmp_path
 ):

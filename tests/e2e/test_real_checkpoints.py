@@ -24,7 +24,7 @@ SIZES = {"no_repair": [], "seq_len": 128, "calibration_tokens": 2048, "eval_toke
 @pytest.mark.parametrize(
     ("name", "dtype"),
     # The FFN width of stories260K, 172, has no expert size that runs in bfloat16.
-    [("embedded", "bfloat16"), ("stories260K", "float32")],
+    [pytest.param("embedded", "bfloat16", marks=pytest.mark.slow), ("stories260K", "float32")],
 )
 def test_a_training_free_conversion_is_exact(name, dtype, command, request, tmp_path):
     model, sizes = name, SIZES | {"export_dtype": dtype}

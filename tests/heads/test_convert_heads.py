@@ -109,6 +109,7 @@ def test_what_is_not_built_is_refused_in_a_line(line, both, text_file, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_random_split_of_heads_is_a_row_beside_dot_moe(tiny_dense, text_file, tmp_path, command):
     options = {"data": text_file, **TINY_CONVERT, "targets": "attention", "eval_text": text_file}
     options |= {"methods": ["dot_moe", "random_split"], "router_steps": 2, "repair": []}

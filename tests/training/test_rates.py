@@ -54,7 +54,9 @@ def test_alignment_repair_and_finetuning_each_have_their_own_schedule(
     assert tuned == [0.0, 1e-3]  # routers, weights
 
 
-@pytest.mark.parametrize("script", ["lte_stages", "recovery_curve"])
+@pytest.mark.parametrize(
+    "script", ["lte_stages", pytest.param("recovery_curve", marks=pytest.mark.slow)]
+)
 def test_the_stages_of_an_experiment_start_at_their_peaks(
     script, stages, tiny_dense, text_file, heldout_file, tmp_path, monkeypatch
 ):
