@@ -82,7 +82,7 @@ def test_links_lead_somewhere():
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             is_template = "{" in target
-            assert is_template or "://" in target or (document.parent / target).exists(), target
+            assert is_template or "://" in target or (document.parent / target).is_file(), target
 
 
 def test_every_page_of_the_site_says_what_it_is_for_and_where_to_go_next():
