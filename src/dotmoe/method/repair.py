@@ -92,9 +92,10 @@ class LayerProblem:
     block: nn.Module
     """The FFN or attention; it runs masked."""
     ffn: GatedFFN
+    """The layer's FFN with its projections apart."""
     layout: ExpertLayout
     output: nn.Linear
-    """Its output projection."""
+    """The block's output projection."""
     norm: nn.Module
     """The norm (or identity) between the block and the stream, before a residual multiplier."""
     fitted: NormalEquations
@@ -158,7 +159,7 @@ def train(problem: LayerProblem, output_DN: Tensor, epochs: int) -> tuple[dict[s
 
     own = dict(problem.block.named_parameters())
     new = {id(weight): weight.detach().to(torch.float32, copy=True) for weight in own.values()}
-    ffn = copy.deepcopy(problem.ffn, new)
+    ffn = copy.deepcopy(problem.ffn, new)  # with these copies of its weights
     routing = Routing(active_experts=problem.layout.active_experts)
     make_sparse = partial(SparseFFN, ffn, problem.layout, problem.layer, routing)
     of_dense = heldout_error(make_sparse())
@@ -233,11 +234,8 @@ def repair(
             near = next((m["ridge"] for m in reversed(metrics) if m["ridge"]), None)
             weights, of_layer = _solution(problem(), target, config.repair_epochs, near)
             dtype = stored.describe(target.output_tensor(index))[1]
-            name_of = partial("model.layers.{}.{}.{}".format, index, target.module)
-            tensors = {
-                dense.family.own_name(name_of(name)): weight.to(dtype)
-                for name, weight in weights.items()
-            }
+            own, block = dense.family.own_name, f"model.layers.{index}.{target.module}"
+            tensors = {own(f"{block}.{name}"): part.to(dtype) for name, part in weights.items()}
             with complete_folder(checkpoint) as partial_folder:
                 save_tensors(tensors, partial_folder / CHANGED)
                 write_json(partial_folder / METRICS, {"layer": index, **of_layer})
@@ -287,7 +285,7 @@ class _Streams:
         self._attended_BTD = torch.empty(0)
         """The dense stream between attention and FFN of the layer it went through last."""
         self._own = dict[nn.Parameter, Tensor]()
-        """The model's own weights in place of which it has others."""
+        """The model's own weights, by the parameters whose values `use` has replaced."""
 
     def problems(self) -> Iterator[tuple[int, Target, Callable[[], LayerProblem]]]:
         """Yield layer and target of each split part, and a function that poses its problem.

@@ -48,6 +48,10 @@ def _measurement(name: str) -> Section:
     return lambda run, result: [*show(run.named(result))]
 
 
+def _tasks(run: RunResults, _: Values) -> Blocks:
+    return [*shown_tasks(run.tasks)] if "model" in run.tasks else []
+
+
 def _curve(run: RunResults, curve: Values) -> Blocks:
     return [
         "k is the number of experts that run for a token. Another one needs no training:",
@@ -173,10 +177,7 @@ def _missing(run: RunResults, results: Values) -> Blocks:
 SECTIONS: list[tuple[str, str, Section]] = [
     ("Perplexity", "results", lambda run, _: [perplexity_table(run.models)]),
     ("Perplexity on other text", "perplexity", _measurement("perplexity")),
-    (
-        *("Benchmark tasks", ""),
-        lambda run, _: [*shown_tasks(run.tasks)] if "model" in run.tasks else [],
-    ),
+    ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),
     ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
     ("What the models write", "", _generation),
