@@ -138,7 +138,7 @@ def test_choices_are_what_there_is_in_the_order_of_the_table(line, names, comman
 
 
 def test_help_says_where_each_format_runs(command):
-    said = command("export", "--help").out
+    said = " ".join(command("export", "--help").out.split())
     for name, form in FORMATS.items():
         editable = "can be edited" if form.active_experts_editable else "is fixed"
         assert f"{name}: runs in {', '.join(form.servers)}; k {editable}." in said

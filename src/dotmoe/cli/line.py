@@ -67,7 +67,8 @@ qwen3_moe: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k is fixed
 qwen3_5_moe_text: runs in Transformers; k is fixed.
 granitemoe: runs in Transformers, vLLM, SGLang; k is fixed.
 flex_olmo: runs in Transformers, vLLM, SGLang; k is fixed.
-dotmoe: runs in Transformers (trust_remote_code=True), vLLM (--trust-remote-code); k can be edited.
+dotmoe: runs in Transformers (trust_remote_code=True), vLLM (--trust-remote-code --enforce-eager);
+k can be edited.
 gguf: for llama.cpp, gguf_glm4moe (gates exactly 1) or gguf_llama; k can be edited.""",
 }
 """What help says of the recipes of commands that have some, and of the formats of `export`."""

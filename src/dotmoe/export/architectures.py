@@ -192,14 +192,14 @@ class _DotMoe(TransformersFormat):
     """dotmoe's own: the dense decoder with experts of neurons or heads; exports its code too."""
 
     name = "dotmoe"
-    servers = "Transformers (trust_remote_code=True)", "vLLM (--trust-remote-code)"
+    servers = "Transformers (trust_remote_code=True)", "vLLM (--trust-remote-code --enforce-eager)"
     gating = Gating(score="none")
     active_experts_editable = True
 
     def runs_in(self, dense: DenseModel) -> tuple[str, ...]:
         kinds = set(getattr(dense.config, "layer_types", None) or ())
-        in_vllm = kinds <= {"full_attention", "sliding_attention"}  # refuses other mixers
-        return self.servers if in_vllm else self.servers[:1]
+        is_plain = kinds <= {"full_attention", "sliding_attention"}  # vLLM refuses other mixers
+        return self.servers if is_plain else self.servers[:1]
 
     def unsupported(self, dense: DenseModel, splits: Splits, dtype: torch.dtype) -> str | None:
         traits = dense.traits

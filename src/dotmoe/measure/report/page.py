@@ -109,8 +109,8 @@ def _what_next(results: RunResults) -> list[str]:
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
     commands = {"generate": write + (["--chat-template"] if chats else ["--temperature", "0.8"])}
     if any(server.startswith("vLLM") for server in record["servers"]):
-        serve = ["vllm", "serve", str(export), "--dtype", record["dtype"]]
-        commands["serve"] = serve + ["--trust-remote-code"] * (record["format"] == "dotmoe")
+        own = ["--trust-remote-code", "--enforce-eager"] * (record["format"] == "dotmoe")
+        commands["serve"] = ["vllm", "serve", str(export), "--dtype", record["dtype"], *own]
     target = targets_of(from_record(results.results["granularity"]))
     if not results.is_finetuned and target == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
