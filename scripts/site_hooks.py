@@ -23,6 +23,7 @@ from dotmoe.common.options import Range, marked_fields
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:)[^)#\s]+|(?<=src=\")[^\"]+\.svg")
 COMMANDS_GO_HERE = "<!-- commands -->"
+CODE_OF_CELL = re.compile(r"<code>[^<]*</code>(?=[^\n]*</td>)")
 PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
 
 
@@ -75,6 +76,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)"
 
     return LINK.sub(address, PICTURE.sub(both, markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let names in cells of tables break after a dot, a slash or an underscore."""
+    return CODE_OF_CELL.sub(lambda code: re.sub(r"(?<=\w[._/])(?=\w)", "<wbr>", code[0]), html)
 
 
 def command_text(name: str, shown: set[str]) -> str:

@@ -40,6 +40,7 @@ from transformers import LlamaConfig, Qwen2Config
 from dotmoe.common.tables import in_bytes, in_time, percent
 from dotmoe.export.parameters import count_parameters
 from dotmoe.measure.config import InspectConfig
+from dotmoe.measure.evaluate.perplexity import difference
 from dotmoe.measure.inspection import inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
 from dotmoe.measure.report.page import quickstart_summary
@@ -56,7 +57,7 @@ PART = re.compile(
     r".*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
-FOR_WRITERS = (percent, in_time, in_bytes)
+FOR_WRITERS = (percent, in_time, in_bytes, difference)
 """Functions of the package that documents call."""
 
 
@@ -167,6 +168,7 @@ def main() -> int:
 # --- what documents call
 
 METHODS = {
+    "dot_moe": "dotmoe",
     "random_split": "random",
     "contiguous_split": "neighbours as stored",
     "by_energy": "by energy",
@@ -216,9 +218,9 @@ def made(record: Any) -> str:
     return f"Measured at {commit} on {by.hardware}, {threads}torch {by.versions.torch}"
 
 
-def times(text: Any) -> str | Nothing:
-    """Perplexity times dense with the standard error of `real_model.py conversions`."""
-    return text and f"{text.times_dense:.2f} ± {text.times_dense * text.stderr:.2f}"
+def times(above: float, stderr: float) -> str:
+    """Perplexity times dense with its standard error, of nats above the dense model's."""
+    return f"{math.exp(above):.2f} ± {math.exp(above) * stderr:.2f}"
 
 
 def compared(rows: Iterable[Any]) -> list[Any]:
@@ -226,13 +228,10 @@ def compared(rows: Iterable[Any]) -> list[Any]:
     `dense` row, its perplexity `times` dense and with seeds their `spread`, `other_times` on the
     other text, the tasks' `score`, and its `way`: `pruned`, or router and weights.
     """
-    dense, *rest = (Record(row) for row in compare.over_seeds(map(renamed, rows)))
+    dense, *rest = (Record(row) for row in compare.over_seeds(rows))
     for row in rest:
-        row["name"], row["dense"], row["score"] = (
-            METHODS.get(row.value, row.value),
-            dense,
-            score(row.tasks),
-        )
+        row["name"], row["dense"] = METHODS.get(row.value, row.value), dense
+        row["score"] = score(row.tasks)
         row["times"] = math.exp(row.loss_above_dense)
         row["other_times"] = (
             math.exp(row.other_loss - dense.other_loss) if row.other_loss else Nothing()
@@ -288,22 +287,16 @@ def shares(rows: Iterable[Any]) -> list[Any]:
     finetuned weights and decoding speed, relative to the dense model; tasks above chance there.
     """
     dense, *rest = rows
-    kinds = {"frozen": "frozen", "repaired": "repaired"}
     found = {1.0: Record(share=1.0, score=score(dense.tasks, above_chance(dense.tasks)))}
-    found[1.0] |= dict.fromkeys((*kinds, "finetuned", "speed"), 1.0)
+    found[1.0] |= dict.fromkeys(("frozen", "repaired", "finetuned", "speed"), 1.0)
     for row in rest:
         one = found.setdefault(row.active_fraction, Record(share=row.active_fraction))
-        kind = kinds.get(row.training, "finetuned")
+        kind = row.training if row.training in ("frozen", "repaired") else "finetuned"
         one[kind] = row.perplexity.wiki / dense.perplexity.wiki
         if kind == "repaired":
             one["score"] = score(row.tasks, above_chance(dense.tasks))
             one["speed"] = row.decode_tokens_per_s / dense.decode_tokens_per_s
     return list(found.values())
-
-
-def renamed(row: Any) -> Any:
-    """A row of an older comparison under the name that it would have now."""
-    return row | {"value": {"dot_moe": "dotmoe"}.get(row["value"], row["value"])}
 
 
 def quickstart(record: Any) -> str:
