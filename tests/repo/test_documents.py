@@ -114,7 +114,7 @@ def test_the_front_page_is_short_and_its_counts_are_those_of_the_code():
 def test_the_papers_recipe_and_the_projects_default_are_told_apart():
     paper = dotmoe.recipe("paper")
     assert paper.align.steps * paper.align.batch_size * paper.data.seq_len == updater.PAPER_TOKENS
-    for page in DOCUMENTS:
+    for page in [*DOCUMENTS, *ROOT.glob("experiments/**/README.md")]:
         text, is_history = page.read_text(), page.name in ("log.md", "history.md")
         assert is_history or not re.findall(r"^\|.*\bDOT-MoE(?! \(paper\))", text, re.MULTILINE), (
             page

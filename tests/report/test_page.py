@@ -87,7 +87,7 @@ def test_tasks_are_averaged_in_the_metric_of_the_paper(found, page):
             assert f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}" in text
     before, after = (f"{mean:.1f}" for mean in means)
     assert re.search(rf"dense: {before} ± [\d.]+, average of tasks \(boolq acc", text)
-    assert re.search(rf"DOT-MoE: {after} ± [\d.]+, average of tasks \(boolq acc", text)
+    assert re.search(rf"dotmoe: {after} ± [\d.]+, average of tasks \(boolq acc", text)
     assert "only the first 6 questions of each task are scored" in text
 
 

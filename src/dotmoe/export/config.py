@@ -17,15 +17,14 @@ class ExportConfig:
     Transformers and vLLM's Transformers backend run, with code that the export contains.
     From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
-    """Dtype of the written weights. `source` keeps every dense tensor's own dtype, bit for bit, but
-    writes float16 as float32, which is exact, because float16 cannot hold the scaled routers;
-    bfloat16 halves such an export and rounds its weights."""
+    """Dtype of the written weights. `source` keeps every dense tensor's own dtype, but writes
+    float16 as float32, since float16 cannot hold scaled routers; bfloat16 rounds such weights."""
     max_shard_gib: Annotated[float, above(0)] = 4.0
-    """Maximum size of a weight file, in GiB; above 0."""
+    """Maximum size of a weight file, in GiB."""
     scale_tokens: Annotated[int, at_least(1)] = 2048
-    """Number of text tokens from which the router scales are chosen, at least 1."""
+    """Number of text tokens from which the router scales are chosen."""
     verify_tokens: Annotated[int, at_least(1)] = 512
-    """Number of text tokens on which export and masked dense model are compared, at least 1."""
+    """Number of text tokens on which export and masked dense model are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -182,11 +182,11 @@ class BenchConfig:
     prompt_tokens: Annotated[int, at_least(0)] = 512
     """Length of the prompt in prefill, in tokens; 0 skips prefill."""
     context_tokens: tuple[Annotated[int, at_least(1)], ...] = (128,)
-    """Numbers of tokens in each sequence's cache when a round of decode starts, each at least 1."""
+    """Numbers of tokens in each sequence's cache when a round of decode starts."""
     decode_steps: Annotated[int, at_least(1)] = 8
-    """Number of tokens that each sequence decodes in a round, at least 1."""
+    """Number of tokens that each sequence decodes in a round."""
     rounds: Annotated[int, at_least(1)] = 10
-    """Number of rounds of each model at each measured point, at least 1."""
+    """Number of rounds of each model at each measured point."""
     threads: Annotated[int | None, at_least(1)] = None
     """Number of CPU threads of each model, at least 1. Default: as many as torch uses."""
     clock: Literal["wall", "cpu"] = "wall"
@@ -233,8 +233,8 @@ class InspectConfig(RunConfig):
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW] = ""
     """What `dotmoe convert` would write; not used."""
     train: Literal["everything", "router", "lora"] = "everything"
-    """What a finetuning of the result trains: all weights and the routers, only the routers, or
-    low-rank adapters on experts and attention together with the routers."""
+    """What a finetuning of the result trains: all weights, only the routers, or low-rank
+    adapters on experts and attention; the routers, too, unless their rate is 0."""
     finetune_recipe: Literal[None, "default", "paper", "sft", "small"] = None
     """Recipe of a finetuning of the result (steps, batches, teacher), to plan it for all machines.
     Default: `default`, of which only the time is shown."""

@@ -121,7 +121,7 @@ class ObjectiveConfig:
     lr: Annotated[float, above(0)] = 5e-4
     """Peak learning rate of the alignment, of all parameters without a rate of their own."""
     lr_router: Annotated[float, at_least(0)] | None = None
-    """Peak learning rate of the routers; default: lr."""
+    """Peak learning rate of the routers; None: lr; 0: they stay as they are."""
     weight_decay: Annotated[float, at_least(0)] = 1e-4
     """AdamW weight decay."""
     warmup_ratio: Annotated[float, between(0, 1)] = 0.2
@@ -200,8 +200,8 @@ class FinetuneConfig(ObjectiveConfig):
     """Options of the finetuning; here the paper's (tab:hyperparams_sft), others in recipes."""
 
     train: Literal["everything", "router", "lora"] = "everything"
-    """everything: all weights and routers; router: only the routers; lora: low-rank adapters on
-    experts and attention, and the routers (needs `pip install -e '.[lora]'`)."""
+    """everything: all weights; router: none; lora: low-rank adapters on experts and attention
+    (needs `pip install -e '.[lora]'`). Each also trains the routers, unless `lr_router` is 0."""
     steps: Annotated[int, at_least(1)] = 4578
     """Number of optimizer steps of the finetuning. 4578 steps of 128 x 2048 tokens are the paper's
     1.2B tokens."""

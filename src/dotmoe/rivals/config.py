@@ -32,9 +32,8 @@ class BaselineConfig:
 
     split_router: Literal["own", "ridge"] = "own"
     """`own`: the router of the method itself (for cmoe a linear fit to it, as no stock architecture
-    holds it). `ridge`: the router that DOT-MoE starts from, fitted to the method's experts."""
+    holds it). `ridge`: the router that dot_moe starts from, fitted to the method's experts."""
     router_steps: Annotated[int, at_least(0)] = 0
-    """Number of alignment steps that train a baseline's router while its experts stay fixed; 0: no
-    training."""
+    """Alignment steps that train a baseline's router while its experts stay fixed; 0: none."""
     lte_steps: Annotated[int, at_least(1)] = 100
     """Number of steps, of 1,024 calibration tokens each, that train LTE's gates; for lte only."""

@@ -35,8 +35,8 @@ class RunConfig:
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW]
     """Folder to write: a run with its checkpoint in `5_export`; the runs of a compare."""
     method: MethodName = "dot_moe"
-    """How neurons are assigned to experts: `dot_moe` learns it; the others are published methods
-    without training, on the same budget."""
+    """How neurons are assigned to experts. `dot_moe`: from data, or learned (`steps`); the others
+    are published methods on the same budget."""
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     data: DataConfig = field(default_factory=DataConfig)

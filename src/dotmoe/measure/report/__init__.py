@@ -58,7 +58,9 @@ class RunResults:
         run = RunFolder(folder)
         self.dense_model = run.model if run.exists else self.source
         """Name of the dense model that every comparison refers to."""
-        method = str(self.config.get("method", "dot_moe")).replace("dot_moe", "DOT-MoE")
+        is_papers = self.config.get("calibrate", {}).get("start") == "random"
+        ours = "DOT-MoE (paper)" if is_papers else "dotmoe"
+        method = str(self.config.get("method", "dot_moe")).replace("dot_moe", ours)
         self.name = "repaired" if self.is_repaired else "finetuned" if self.is_finetuned else method
         """Name of the exported model in the report."""
 
