@@ -51,12 +51,13 @@ PLACEHOLDERS = {"NAME": "cmoe", "K": "3", "R": "2"}
 
 
 def fenced(text):
-    """Command lines of a document's code blocks without a language, comments taken off."""
+    """Command lines of a document's code blocks, also after a prompt, comments taken off."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    for block in (block for language, block in blocks if language in ("", "text")):
-        for line in block.replace("\\\n", " ").splitlines():
-            if re.match(r"(dotmoe|torchrun|python|pip|make) ", line):
-                yield shlex.split(line, comments=True)
+    prompts = {"": "", "text": "", "console": r"\$ "}
+    for prompt, block in ((prompts[at], block) for at, block in blocks if at in prompts):
+        lines = block.replace("\\\n", " ")
+        for line in re.findall(rf"^{prompt}((?:dotmoe|torchrun|python|pip|make) .*)", lines, re.M):
+            yield shlex.split(line, comments=True)
 
 
 def inline(text):
