@@ -95,8 +95,8 @@ class EvaluateConfig:
     prompts: tuple[str, ...] = ()
     """Prompts of --generate."""
     curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
-    """Measure perplexity of an export on --text at these k, and at k = E. Without numbers: eighths
-    of E."""
+    """Measure perplexity of an export on --text at these k, and at k = E. Without numbers: 1, 2,
+    3, 4 and 6 eighths of E, and its own k."""
     tokenizer: str | None = None
     """Model whose tokenizer is used for a GGUF that runs in llama.cpp. Default: the hub model that
     an exported GGUF was made from; without this option Transformers reads any other GGUF."""

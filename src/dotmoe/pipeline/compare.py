@@ -93,7 +93,7 @@ def table(summary: dict[str, Any], *, brief: bool = False) -> Table:
         "how": _how,
         "active": _active,
         "perplexity": _cell("perplexity", "{:.2f}".format),
-        "bits a byte": _cell("bits_per_byte", "{:.3f}".format),
+        "bits per byte": _cell("bits_per_byte", "{:.3f}".format),
         "nats above dense": lambda row: _above(row, dense),
         "above the best": lambda row: _above(row, best),
         "other text": _cell("other_loss", lambda loss: f"{math.exp(loss):.2f}"),

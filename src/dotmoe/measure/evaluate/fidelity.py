@@ -132,7 +132,7 @@ def fidelity_table(result: Values) -> Table:
             "MSE / mean square": lambda row: f"{row[1]['relative_mse']:.4f}",
         },
         title=f"{result['name']} beside {result['against']}, {result['tokens']:,} tokens",
-        note=f"KL {result['kl']:.4f} nats a token{error}, same most likely token for "
+        note=f"KL {result['kl']:.4f} nats per token{error}, same most likely token for "
         f"{percent(result['top1_agreement'])}. FFNs are fed with the dense input. "
         f"Text: {text_names(result)}.",
     )

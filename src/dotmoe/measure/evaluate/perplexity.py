@@ -89,7 +89,7 @@ def perplexity(
     loss = total / scored
     if not math.isfinite(loss) or loss > 100:
         raise UserError(
-            f"the loss is {loss} nats a token, so the model is broken or its dtype overflows. "
+            f"the loss is {loss} nats per token, so the model is broken or its dtype overflows. "
             "Load it as float32 to find out which."
         )
     few = f", fewer than {FEW_WINDOWS}: a rough one" if len(windows) < FEW_WINDOWS else ""
@@ -308,9 +308,9 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
     columns: dict[str, Callable[[Values], str]] = {
         "model": lambda row: row["model"],
         "perplexity": lambda row: f"{row['perplexity']:.3f}",
-        f"nats a {unit}": lambda row: nats_with_error(row["loss"], row.get("stderr"), ".4f"),
+        f"nats per {unit}": lambda row: nats_with_error(row["loss"], row.get("stderr"), ".4f"),
         than_first: lambda row: nats_with_error(*difference(row, first), "+.4f"),
-        "bits a byte": lambda row: figure(row["bits_per_byte"]),
+        "bits per byte": lambda row: figure(row["bits_per_byte"]),
     }
     if not others:
         del columns[than_first]
