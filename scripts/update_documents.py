@@ -348,19 +348,18 @@ def planned() -> list[Any]:
 
 
 def on_one_gpu(model: str) -> list[Any]:
-    """Memory and hours of conversions of a model on one H100."""
+    """Memory, and hours of each stage, of conversions of a model on one H100."""
     rows = []
     for what, recipe, epochs in (
         ("dotmoe, `--repair-epochs 0`", "default", 0),
         ("dotmoe", "default", 3),
         ("DOT-MoE (paper), a quarter active", "paper", 0),
     ):
-        plan = inspected(model, recipe, gpus=1, repairing=RepairConfig(repair_epochs=epochs))
-        stages = plan["conversions"][0]["stages"]
+        how = {"gpus": 1, "repairing": RepairConfig(repair_epochs=epochs)}
+        stages = inspected(model, recipe, **how)["conversions"][0]["stages"]
         memory = max(stage["memory_total"] for stage in stages)
-        rows.append(
-            {"what": what, "memory": memory, "hours": sum(stage["hours"] for stage in stages)}
-        )
+        took = {stage["stage"]: stage["hours"] for stage in stages}
+        rows.append({"what": what, "memory": memory, "took": took})
     return rows
 
 

@@ -139,6 +139,9 @@ def test_what_else_a_document_tells_to_type_exists(file):
         if name in COMMANDS:  # `dotmoe COMMAND` is none
             options = {word for word in rest if re.match("--[a-z]", word)}
             assert options <= {*OPTIONS[name], "--help", "--help-all", "--recipe", "--config"}
+    lines = [*filter(None, map(of_dotmoe, fenced(text)))]
+    exported = {line[2] for line in lines if line[0] == "export"}  # which are no runs
+    assert not exported & {line[1] for line in lines if line[0] in ("analyse", "export", "report")}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for program, first, *rest in fenced(text):
         if program == "make":

@@ -104,8 +104,7 @@ def test_the_front_page_is_short_and_its_counts_are_those_of_the_code():
     assert "python-3.11" in README
     assert f"licence-{project['license'].replace('-', '_')[:10]}" in README
     assert f"\nversion: {dotmoe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    rivals = f"{len(BASELINES)} other ways to split and {len(PRUNERS)} ways to prune"
-    assert rivals in README
+    assert f"{len(BASELINES)} other ways to split and {len(PRUNERS)} ways to prune" in README
     tuned = dotmoe.finetune_recipe()
     tokens = tuned.finetune.steps * tuned.finetune.batch_size * tuned.data.seq_len
     assert f"{tokens:,} tokens of\ndistillation" in README
