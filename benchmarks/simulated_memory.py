@@ -1,7 +1,6 @@
 """Peak memory of training steps at the widths of published models, beside the planner's, on a CPU.
 
-    python benchmarks/simulated_memory.py              # whole models: results/simulated_memory.json
-    python benchmarks/simulated_memory.py --layers 2   # two layers of a 7B, as JSON
+    python benchmarks/simulated_memory.py    # whole models: results/simulated_memory.json
 
 The project's own steps run on fake tensors, which have sizes and no values, on rank 0 of a fake
 process group, and a dispatch mode adds up the storages that are alive on the GPU (torch's
@@ -12,7 +11,6 @@ the solution and rounding of the assignment (of which the soft plan alone is mad
 routers' soft mask, and what a repair finds: it has an error, and every factorisation succeeds.
 """
 
-import argparse
 import json
 import weakref
 from collections.abc import Iterator
@@ -355,23 +353,38 @@ def _finetuning(step: Step, ranks: Any, of_fsdp: Any) -> Finetuning:
     return Finetuning(student, teacher, blocks, how, seed=0)
 
 
-def compared(model: str, step: Step, layers: int | None) -> dict[str, Any]:
-    """Simulated and planned peak of the first layers of a model, or of the whole one."""
-
-    def of(number: int) -> Step:
-        return replace(step, sizes=sizes_of(SHAPES[model], number))
-
-    if layers:
-        step = of(layers)
-        peak = simulated(step)
-    else:
-        few, more = (simulated(of(number)) for number in DEPTHS)
-        peak = few + (SHAPES[model].layers - DEPTHS[0]) * (more - few)
+def compared(model: str, step: Step) -> dict[str, Any]:
+    """Simulated and planned peak of a whole model; it is linear in the layers."""
+    few, more = (
+        simulated(replace(step, sizes=sizes_of(SHAPES[model], layers))) for layers in DEPTHS
+    )
+    peak = few + (SHAPES[model].layers - DEPTHS[0]) * (more - few)
     names = ("train", "ranks", "sharded", "offload", "checkpointing", "micro_batch_size")
     row = {name: getattr(step, name) for name in (*names, "seq_len", "distils", "on_host")}
     return {"model": model, **row, "simulated": peak, "planned": planned(step)} | {
         "ratio": planned(step) / peak
     }
+
+
+def of_each_kind(layers: int) -> list[Step]:
+    """Steps of the first layers of a 7B: each training without and with checkpointing, repairs."""
+    divided = {"ranks": 8, "sharded": True}
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("assignment", {}),
+        ("assignment", divided),
+        ("everything", {}),
+        ("everything", divided),
+        ("everything", divided | {"offload": True, "distils": True}),
+        ("router", {"ranks": 8}),
+    ]
+    name = "Qwen2.5-7B"
+    steps = [
+        step_of(name, train, checkpointing=again, **how)
+        for (train, how), again in product(ways, (False, True))
+    ]
+    steps += [step_of(name, "repair", **how) for how in ({}, divided)]
+    sizes = sizes_of(SHAPES[name], layers)
+    return [replace(step, sizes=sizes) for step in steps]
 
 
 def at_defaults(model: str) -> list[Step]:
@@ -387,29 +400,12 @@ def at_defaults(model: str) -> list[Step]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int)
-    layers = parser.parse_args().layers
-    divided = {"ranks": 8, "sharded": True}
-    ways: list[tuple[str, dict[str, Any]]] = [
-        ("assignment", {}),
-        ("assignment", divided),
-        ("everything", {}),
-        ("everything", divided),
-        ("everything", divided | {"offload": True, "distils": True}),
-        ("router", {"ranks": 8}),
-    ]
-    steps = {"Qwen2.5-7B": [step_of("Qwen2.5-7B", "repair", **how) for how in ({}, divided)]}
-    for (train, how), again in product(ways, (False, True)):
-        steps["Qwen2.5-7B"].append(step_of("Qwen2.5-7B", train, checkpointing=again, **how))
-    if not layers:
-        steps = {model: at_defaults(model) for model in SHAPES}
     rows = []
-    for model, step in ((model, step) for model, each in steps.items() for step in each):
-        rows.append(compared(model, step, layers))
-        print(json.dumps(rows[-1]), flush=True)
-    if not layers:
-        keep("results/simulated_memory.json", {"origin": "simulated", "rows": rows}, 0)
+    for model in SHAPES:
+        for step in at_defaults(model):
+            rows.append(compared(model, step))
+            print(json.dumps(rows[-1]), flush=True)
+    keep("results/simulated_memory.json", {"origin": "simulated", "rows": rows}, 0)
 
 
 if __name__ == "__main__":

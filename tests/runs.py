@@ -1,13 +1,13 @@
 """Commands as users give them, tiny runs and what they hold, processes to kill, and ranks.
 
-`Forked` is a command in a real process that needs no second start: a fork of this one.
+Processes are forks of this one, which need no second start.
 """
 
 import gc
 import os
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +25,6 @@ from dotmoe.cli import run
 from dotmoe.common.errors import UserError
 
 PATIENCE_S = 240
-KEEPING_NOTHING = Path(__file__).with_name("distributed") / "keeping_nothing.py"
-"""Script that is `dotmoe`, but keeps no weights of tiny models that are left on disk."""
 TEXT = "\n".join(
     f"Line {i}: the {['cat', 'dog', 'crow'][i % 3]} ate {i * 7 % 13} figs." for i in range(400)
 )
@@ -192,19 +190,28 @@ class TinyRun:
         }
 
 
-def torchrun(ranks: int, *arguments: Any, timeout: int = 240) -> subprocess.CompletedProcess[str]:
-    """Run a script or `-m module` on that many ranks, on gloo and the CPU, until it ends."""
-    of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in of_a_rank}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [sys.executable, *command, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> None:
+    """Call a function in forks of this process, which to it are torchrun's ranks, on the CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+
+    def as_rank(rank: int) -> None:
+        gc.freeze()
+        named = shared | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+        os.environ.update({name: str(value) for name, value in named.items()})
+        work(*arguments)
+
+    forks = [get_context("fork").Process(target=as_rank, args=(rank,)) for rank in range(ranks)]
+    try:
+        for each in forks:
+            each.start()
+        for each in forks:
+            each.join(PATIENCE_S)
+        assert [each.exitcode for each in forks] == [0] * ranks
+    finally:
+        for each in forks:
+            each.kill()
 
 
 class Forked:

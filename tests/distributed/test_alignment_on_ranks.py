@@ -1,16 +1,12 @@
 """Alignment on several ranks. Oracle: the same on one rank."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
-from watched_alignment import STEPS, watched_run
+from watched_alignment import STEPS, do, read_sizes, shared_failures, watched_run
 
-from runs import torchrun
+from runs import on_ranks
 
-WORKER = Path(__file__).with_name("watched_alignment.py")
 VARIANTS = {
     "replicated": {"sharding": "replicate"},
     "sharded": {"sharding": "shard"},
@@ -19,19 +15,10 @@ VARIANTS = {
 FIGURES = ("loss", "kl", "ce", "z", "balance", "marginal_error", "moved_fraction", "soft_hard_gap")
 
 
-def on_ranks(ranks, jobs, out):
+def seen_on(ranks, jobs, out):
     """Does jobs of `watched_alignment` on several ranks; returns what each rank saw, by name."""
-    (out / "jobs.json").write_text(json.dumps(jobs))
-    finished = torchrun(ranks, WORKER, out / "jobs.json", out)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return {
-        job["name"]: [torch.load(out / f"{job['name']}.{rank}.pt") for rank in range(ranks)]
-        for job in jobs
-    }
-
-
-def run_job(name, model, folder, **options):
-    return {"name": name, "kind": "run", "model": str(model), "folder": str(folder), **options}
+    on_ranks(ranks, do, jobs, out)
+    return {name: [torch.load(out / f"{name}.{rank}.pt") for rank in range(ranks)] for name in jobs}
 
 
 def require_same_alignment(seen, alone, first_step=1):
@@ -71,14 +58,13 @@ def two(model, tmp_path_factory):
     """What two ranks see, in one start of them; one of their runs was begun by one rank."""
     folder = tmp_path_factory.mktemp("two")
     watched_run(str(model), folder / "resumed", stop_after=5)  # with a checkpoint of 4
-    jobs = [run_job(name, model, folder / name, **options) for name, options in VARIANTS.items()]
-    jobs += [
-        run_job("resumed", model, folder / "resumed"),
-        run_job("stopped", model, folder / "stopped", stop_after=5),
-        {"name": "reads", "kind": "read_sizes", "model": str(model)},
-        {"name": "failures", "kind": "shared_failures"},
-    ]
-    return on_ranks(2, jobs, folder) | {"folder": folder}
+    runs = VARIANTS | {"resumed": {}, "stopped": {"stop_after": 5}}
+    jobs = {
+        name: (watched_run, {"model": str(model), "folder": folder / name} | options)
+        for name, options in runs.items()
+    }
+    jobs |= {"reads": (read_sizes, {"model": str(model)}), "failures": (shared_failures, {})}
+    return seen_on(2, jobs, folder) | {"folder": folder}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -116,8 +102,11 @@ def test_an_error_on_one_rank_is_told_to_all(two):
 def test_four_ranks_align_other_families_as_one_does(family, tiny_dense, tmp_path):
     """Tied heads, biases, fused projections, multipliers; and a rank without a layer."""
     model = tiny_dense(family, tied=family in ("qwen2", "granite"), num_hidden_layers=3)
-    jobs = [run_job(n, model, tmp_path / n, sharding=n) for n in ("replicate", "shard")]
     alone = watched_run(str(model), tmp_path / "alone")
-    for seen in on_ranks(4, jobs, tmp_path).values():
+    jobs = {
+        how: (watched_run, {"model": str(model), "folder": tmp_path / how, "sharding": how})
+        for how in ("replicate", "shard")
+    }
+    for seen in seen_on(4, jobs, tmp_path).values():
         require_same_alignment(seen, alone)
         assert [each["own_layers"] for each in seen] == [1, 1, 1, 0]

@@ -1,7 +1,11 @@
 """`torchrun -m dotmoe convert`. Oracle: the same command on one rank."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +14,29 @@ from safetensors.torch import load_file
 from dotmoe import finetune_recipe, pipeline
 from dotmoe.cli import run
 from dotmoe.method.layout import ExpertLayout
-from runs import KEEPING_NOTHING, TINY_CONVERT, torchrun, words
+from runs import PATIENCE_S, TINY_CONVERT, words
+
+KEEPING_NOTHING = Path(__file__).with_name("keeping_nothing.py")
+"""Script that is `dotmoe`, but keeps no weights of tiny models that are left on disk."""
 
 
 def command(model, out, text, **options):
     return words("convert", model, out, data=text, device="cpu", **TINY_CONVERT | options)
+
+
+def torchrun(*arguments):
+    """Run a script or `-m module` on two ranks, on gloo and the CPU, until it ends."""
+    of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in of_a_rank}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
 
 
 @pytest.mark.slow
@@ -24,7 +46,7 @@ def test_ranks_convert_as_one_does(sharding, tiny_dense, text_file, tmp_path):
     options = {"repair": [], "micro_batch_size": 1}  # by which the balance of experts is judged
     assert run(command(model, runs[0], text_file, **options)) == 0
     arguments = command(model, runs[1], text_file, **options, sharding=sharding)
-    finished = torchrun(2, KEEPING_NOTHING, *arguments)
+    finished = torchrun(KEEPING_NOTHING, *arguments)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.count("Perplexity per token") == 1, "the first rank alone prints"
     assert finished.stderr.count("align: 6 of 6") == 1
@@ -52,7 +74,7 @@ def test_what_ranks_cannot_run_is_refused_in_one_line(
 ):
     out = tmp_path / "run"
     arguments = command(tiny_dense("llama"), out, text_file.parent / data, batch_size=batch)
-    finished = torchrun(2, "-m", "dotmoe", *arguments)
+    finished = torchrun("-m", "dotmoe", *arguments)
     assert finished.returncode != 0
     (line,) = re.findall(r"^dotmoe: error.*", finished.stderr, re.MULTILINE)
     assert message in line

@@ -1,11 +1,5 @@
-"""An alignment whose assignments and gradients are written down; run by tests and by torchrun.
+"""An alignment whose assignments and gradients are written down."""
 
-`torchrun ... watched_alignment.py JOBS OUT` does each job of a JSON list on all ranks; what rank r
-saw is then in `OUT/NAME.r.pt`.
-"""
-
-import json
-import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -133,15 +127,8 @@ def shared_failures():
     return results
 
 
-JOBS = {"run": watched_run, "read_sizes": read_sizes, "shared_failures": shared_failures}
-
-
-def main(jobs, out):
+def do(jobs, out):
+    """Do each job, by its name a function and its options; rank r then finds it in `NAME.r.pt`."""
     with process_group(torch.device("cpu")):
-        for job in json.loads(Path(jobs).read_text()):
-            name, kind = job.pop("name"), job.pop("kind")
-            torch.save(JOBS[kind](**job), Path(out) / f"{name}.{rank()}.pt")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        for name, (work, options) in jobs.items():
+            torch.save(work(**options), out / f"{name}.{rank()}.pt")

@@ -5,16 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-import two_ranks
 from safetensors.torch import load_file
-from two_ranks import CONFIG
+from two_ranks import CONFIG, both_ways
 
 from dotmoe.method.finetuning import finetune
 from dotmoe.method.layout import ExpertLayout, save_layouts
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import describe_dense
 from dotmoe.training.config import TrainingConfig
-from runs import torchrun, weights_of
+from runs import on_ranks, weights_of
 
 
 @pytest.fixture
@@ -100,8 +99,7 @@ def test_two_ranks_train_what_one_does(what, train, tiny_dense, layout, blocks, 
     blocks.save(tmp_path / "blocks.safetensors")
     alone = train("alone", replace(CONFIG, train=what))
     dtypes = ["float32", "bfloat16"] if what == "everything" else ["float32"]
-    finished = torchrun(2, two_ranks.__file__, what, tiny_dense("llama"), tmp_path, *dtypes)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    on_ranks(2, both_ways, tiny_dense("llama"), tmp_path, what, dtypes)
     first_steps = []
     for sharding in ("replicate", "shard"):
         together = weights(tmp_path / f"{sharding}-float32")

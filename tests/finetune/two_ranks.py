@@ -1,8 +1,7 @@
-"""Run by torchrun: the stage with weights replicated, then sharded."""
+"""The stage on two ranks, with weights replicated, then sharded."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 
 import torch
 
@@ -26,25 +25,19 @@ def unloaded_dense(model, dtype):
     return replace(dense, model=meta_model(dense.config, dtype), weights="meta")
 
 
-def both_ways(model, folder, train, dtype):
-    """Training of replicated, then of sharded weights."""
-    for sharding in ("replicate", "shard"):
-        out = folder / f"{sharding}-{dtype}"
-        out.mkdir(exist_ok=True)
-        finetune(
-            describe_dense(model),
-            ExpertLayout.load(folder / LAYOUT),
-            TokenBlocks.load(folder / "blocks.safetensors"),
-            replace(CONFIG, train=train),
-            folder=out,
-            seed=0,
-            load=LoadConfig(device="cpu", dtype=dtype, sharding=sharding),
-        )
-
-
-if __name__ == "__main__":
-    train, model, folder, *dtypes = sys.argv[1:]
+def both_ways(model, folder, train, dtypes):
+    """Training of replicated, then of sharded weights, in each dtype; on all ranks."""
     with process_group(torch.device("cpu")):
         assert num_ranks() == 2
-        for dtype in dtypes:
-            both_ways(model, Path(folder), train, dtype)
+        for dtype, sharding in product(dtypes, ("replicate", "shard")):
+            out = folder / f"{sharding}-{dtype}"
+            out.mkdir(exist_ok=True)
+            finetune(
+                describe_dense(str(model)),
+                ExpertLayout.load(folder / LAYOUT),
+                TokenBlocks.load(folder / "blocks.safetensors"),
+                replace(CONFIG, train=train),
+                folder=out,
+                seed=0,
+                load=LoadConfig(device="cpu", dtype=dtype, sharding=sharding),
+            )

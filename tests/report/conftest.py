@@ -9,6 +9,7 @@ from pages import HOSTILE, ROOT, read_page
 
 from dotmoe.cli import run
 from dotmoe.measure.report.page import html_report
+from dotmoe.measure.report.plots import quality_svg
 from runs import TEXT
 
 TASKS = {
@@ -16,6 +17,11 @@ TASKS = {
     "piqa": lambda i: {"goal": f"count {i}", "sol1": f"say {i} " * 4, "sol2": "no", "label": i % 2},
 }
 """A row of each benchmark task."""
+
+
+@pytest.fixture(autouse=True)
+def _pictures(monkeypatch):
+    monkeypatch.setattr("dotmoe.measure.report.page.quality_svg", quality_svg)
 
 
 def measure(line):
@@ -30,6 +36,7 @@ def measured(finished, tmp_path_factory):
     made = finished.copied_to(folder / "run").folder
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr("dotmoe.measure.report.page.quality_svg", quality_svg)
         Path("HELD_OUT.txt").write_text(f"{HOSTILE}\n{TEXT[:6000]}")
         page = read_page(html_report(made))
         for proposed in page.commands:

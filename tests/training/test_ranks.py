@@ -1,6 +1,5 @@
 """Trouble on one of two ranks, forked from this process: both decide alike, and resume alike."""
 
-import multiprocessing
 import os
 import resource
 import signal
@@ -17,6 +16,7 @@ from dotmoe.common.errors import Interrupted, UserError
 from dotmoe.training.config import TrainingConfig
 from dotmoe.training.folder import Checkpoints
 from dotmoe.training.loop import train
+from runs import on_ranks
 
 
 class Troubled(Regression):
@@ -46,10 +46,9 @@ def limit_files(task, metrics, size=100_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def in_trouble(folder, number):
+def in_trouble(folder):
     """An error, a signal, a full disk, and nothing: each run goes on from the one before."""
-    store = dist.FileStore(str(folder / "meeting"), 2)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+    dist.init_process_group("gloo")
     place = "at step 4; the first gradient that is not finite is that of tower, layer 2"
     with pytest.raises(
         UserError, match=rf"{place}\. The last good checkpoint is .*step_00000002\."
@@ -68,11 +67,5 @@ def in_trouble(folder, number):
 
 
 def test_ranks_decide_alike(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=in_trouble, args=(tmp_path, number)) for number in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    on_ranks(2, in_trouble, tmp_path)
     assert Checkpoints(tmp_path).newest().name == "step_00000012"

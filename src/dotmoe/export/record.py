@@ -26,7 +26,11 @@ from dotmoe.models.family import TARGETS
 
 RECORD_FILE = "dotmoe.json"
 CARD_FILE = "README.md"
-_TEMPLATE = Path(__file__).with_name("card.md.jinja")
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    undefined=jinja2.StrictUndefined,
+    keep_trailing_newline=True,
+)
 _REMEDY = "Export the run again: dotmoe export RUN OUT."
 _SIZES = (
     *("num_experts", "expert_size", "active_experts"),
@@ -189,9 +193,8 @@ def write_model_card(folder: Path, record: ExportRecord, results: Table | None =
         pipeline_tag="text-generation",
         tags=["dotmoe", *kind, "gguf" if gguf else record.format],
     )
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     splits = record.details.get("splits", [asdict(record) | {"target": "ffn"}])
-    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    text = _TEMPLATES.get_template("card.md.jinja").render(
         r=record,
         head=head.to_yaml(),
         gguf=gguf,
