@@ -1,4 +1,4 @@
-"""Settings of all tests, and their order; fixtures that all tests share are in `shared_fixtures.py`."""
+"""Settings and order of all tests; the fixtures that they share are in `shared_fixtures.py`."""
 
 import os
 from pathlib import Path

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -23,6 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from dotmoe.cli import run
 from dotmoe.common.errors import UserError
+from dotmoe.models.config import LoadConfig
+from dotmoe.models.family import DenseModel
+from dotmoe.models.load import load_dense
 
 PATIENCE_S = 240
 TEXT = "\n".join(
@@ -91,6 +94,25 @@ _FREQUENCIES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE = rope("llama3", 5e5, factor=8.0, original_max_position_embeddings=32, **_FREQUENCIES)
 
 
+def loaded(source: Path | str, **how: Any) -> DenseModel:
+    """A dense model in memory, on the CPU unless another device is named."""
+    return load_dense(str(source), LoadConfig(**{"device": "cpu", **how}))
+
+
+def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """Parameters of all pairs; each of `values` is quick with one of `others`, these in turn."""
+    return [
+        pytest.param(value, other, marks=[pytest.mark.slow] * (place % len(others) != turn))
+        for place, value in enumerate(values)
+        for turn, other in enumerate(others)
+    ]
+
+
+def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters that are slow, but for some."""
+    return [pytest.param(each, marks=[pytest.mark.slow] * (each not in quick)) for each in values]
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint folder."""
     files = sorted(folder.glob("*.safetensors"))
@@ -112,6 +134,14 @@ def rewritten(folder: Path, name: str = "model.safetensors") -> Iterator[dict[st
     tensors = load_file(folder / name)
     yield tensors
     save_file(tensors, folder / name, metadata={"format": "pt"})
+
+
+def with_an_outlier(model: Path, place: Path) -> Path:
+    """A copy of a checkpoint whose first layer contributes a hundred times as much."""
+    copy = Path(shutil.copytree(model, place / "with_an_outlier"))
+    with rewritten(copy) as weights:
+        weights["model.layers.0.mlp.down_proj.weight"] *= 100
+    return copy
 
 
 def words(*positional: Any, **options: Any) -> list[str]:

@@ -15,9 +15,17 @@ from dotmoe.cli import run
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.write import export
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_dense
-from runs import REQUIRED, TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, rewritten, words
+from runs import (
+    REQUIRED,
+    TEXT,
+    TINY_CONVERT,
+    TINY_FINETUNE,
+    Outcome,
+    TinyRun,
+    loaded,
+    rewritten,
+    words,
+)
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
@@ -72,7 +80,7 @@ def _no_network():
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_pictures():
-    """Reports are made without their picture, which takes a tenth of a tiny run; but in `report`."""
+    """Reports have no picture, which takes a tenth of a tiny run; in `report` they have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dotmoe.measure.report.page.quality_svg", lambda *figures: b"<svg/>")
         yield
@@ -176,9 +184,15 @@ def dense_of(tiny_dense):
 
     def load(family_name, *, load_dtype="float32", **arguments):
         folder = tiny_dense(family_name, **arguments)
-        return load_dense(str(folder), LoadConfig(device="cpu", dtype=load_dtype))
+        return loaded(folder, dtype=load_dtype)
 
     return load
+
+
+@pytest.fixture
+def dense(dense_of):
+    """A tiny LLaMA of a test's own."""
+    return dense_of("llama")
 
 
 @pytest.fixture(scope="session")

@@ -15,18 +15,12 @@ from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState, extract
 from dotmoe.method.masked import masked
 from dotmoe.method.transport import balanced_plan, greedy_assignment
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_dense
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import TrainingConfig
+from runs import loaded
 
 E, K = 12, 3
 CONFIG = AlignConfig(steps=6, batch_size=4, micro_batch_size=4, lr=1e-2, max_epochs=100.0)
-
-
-@pytest.fixture
-def dense(tiny_dense):
-    return load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
 
 
 @pytest.fixture
@@ -247,7 +241,7 @@ def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, block
     folder = str(tiny_dense("llama", dtype="bfloat16"))
     runs = {}
     for dtype in ("float32", "bfloat16"):
-        runs[dtype] = gradients(load_dense(folder, LoadConfig(device="cpu", dtype=dtype)), blocks)
+        runs[dtype] = gradients(loaded(folder, dtype=dtype), blocks)
     exact, mixed = runs["float32"], runs["bfloat16"]
     assert mixed[1].dtype == mixed[2].dtype == torch.float32
     assert mixed[0]["ce"] == pytest.approx(exact[0]["ce"], rel=0.02)
@@ -256,7 +250,7 @@ def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, block
 
 
 def test_routers_in_the_models_dtype_route_as_plain_bfloat16_does(tiny_dense, blocks):
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="bfloat16"))
+    dense = loaded(tiny_dense("llama"), dtype="bfloat16")
     task = alignment(dense, blocks, replace(CONFIG, router_dtype="model"))
     (part,) = task.parts
     with masked(dense, task.maskings):
@@ -274,7 +268,7 @@ def test_routers_in_the_models_dtype_route_as_plain_bfloat16_does(tiny_dense, bl
 
 
 def test_float16_is_refused(tiny_dense, blocks, tmp_path):
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="float16"))
+    dense = loaded(tiny_dense("llama"), dtype="float16")
     with pytest.raises(UserError, match=r"float16.*--dtype bfloat16"):
         align(alignment(dense, blocks), tmp_path)
 

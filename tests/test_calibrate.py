@@ -100,8 +100,7 @@ def test_what_no_router_can_be_fitted_to_is_refused_with_the_remedy():
         RidgeRouter(torch.full((5, 8), torch.inf), 0.01)
 
 
-def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense_of, tokens_BT):
-    dense = dense_of("llama")
+def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense, tokens_BT):
     dense.model.model.layers[0].mlp.down_proj.weight.data.zero_()
     split = Granularity(num_experts=4, expert_size=24, active_experts=1)
     state = calibrate(
@@ -130,8 +129,7 @@ class Sizes(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_contributions_of_a_long_text_hold_only_their_result(dense_of, tokens_BT, monkeypatch):
-    dense = dense_of("llama")
+def test_contributions_of_a_long_text_hold_only_their_result(dense, tokens_BT, monkeypatch):
     (x_TD, _), *_ = block_inputs(dense, tokens_BT, "ffn")
     ffn = dense.family.ffn(dense.model.model.layers[0])
     whole = contributions(ffn, x_TD)
@@ -143,8 +141,7 @@ def test_contributions_of_a_long_text_hold_only_their_result(dense_of, tokens_BT
 
 
 @torch.no_grad()
-def test_contributions_are_the_sizes_of_the_neurons_terms(dense_of, tokens_BT):
-    dense = dense_of("llama")
+def test_contributions_are_the_sizes_of_the_neurons_terms(dense, tokens_BT):
     inputs, seen = [x for x, _ in block_inputs(dense, tokens_BT, "ffn")], []
     mlp = dense.model.model.layers[1].mlp
     handle = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))

@@ -13,7 +13,7 @@ from dotmoe.models.checkpoint import Tensors, tensor_files
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import dense_config, describe_dense, dtype_for, left_on_disk, load_dense
-from runs import refusal, rewritten
+from runs import in_turn, refusal, rewritten
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -63,8 +63,7 @@ def refusal_of(source, **options):
     return refusal(load_dense, str(source), LoadConfig(**options))
 
 
-@pytest.mark.parametrize("family_name", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("family_name", "tied"), in_turn(FAMILIES, (False, True)))
 def test_weights_are_those_of_the_file_bit_for_bit(tiny_dense, family_name, tied):
     folder = tiny_dense(family_name, tied=tied)
     dense = load_dense(str(folder), LoadConfig())

@@ -86,8 +86,7 @@ def test_products_are_float32_and_the_users_setting_stays(compute, lowered):
     assert flags() == lowered
 
 
-def test_energies_of_heads(dense_of, tokens_BT, lowered):
-    dense = dense_of("llama")
+def test_energies_of_heads(dense, tokens_BT, lowered):
     for _, energy in block_inputs(dense, tokens_BT, "attention"):
         with Watch() as watch:
             energy()

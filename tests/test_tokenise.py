@@ -15,11 +15,6 @@ from dotmoe.text.sources import documents
 from dotmoe.text.tokenise import Text, require_sources, tokenise
 
 
-@pytest.fixture(scope="module")
-def dense(dense_of):
-    return dense_of("llama")
-
-
 @pytest.fixture
 def text(tmp_path):
     lines = [json.dumps({"text": f"{i}: the crow ate {i * 7 % 13} figs."}) for i in range(300)]

@@ -29,7 +29,6 @@ def results(folder):
 
 
 def test_every_analysis_is_written(folder, command, monkeypatch):
-    pytest.importorskip("sklearn")
     monkeypatch.setattr(experts, "POINTS", 40)
     monkeypatch.setattr(experts, "EXPERTS_SHOWN", 4)
     said = command("analyse", folder, **QUICK)

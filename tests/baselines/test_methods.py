@@ -40,11 +40,6 @@ S, E, K = 8, 12, 4
 SPLIT = Granularity(num_experts=E, expert_size=S, active_experts=K)
 
 
-@pytest.fixture
-def dense(dense_of):
-    return dense_of("llama")
-
-
 @pytest.fixture(autouse=True)
 def _one_start(monkeypatch):
     monkeypatch.setattr(contract, "STARTS", 1)
@@ -98,7 +93,7 @@ def test_no_method_keeps_the_inputs_of_all_layers(
     method, split_router, dense_of, tokens_BT, monkeypatch
 ):
     """They are 6 bytes times layers, tokens and width: more than the memory of any machine."""
-    dense, kept, most = dense_of("llama", num_hidden_layers=8), [], 0
+    dense, kept, most = dense_of("llama", num_hidden_layers=5), [], 0
     plain = SplitInputs.layers
 
     def watched(self, *converted):
@@ -113,7 +108,7 @@ def test_no_method_keeps_the_inputs_of_all_layers(
     split = granularity_of(method, SPLIT)
     how = {"config": config, "calibrate": CalibrateConfig(), "seed": 0}
     baseline(method, SplitInputs(dense=dense, tokens_BT=tokens_BT, granularity=split, **how))
-    assert len(kept) >= 8
+    assert len(kept) >= 5
     assert most <= 4  # CMoE reads two passes side by side
 
 

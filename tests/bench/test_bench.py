@@ -48,7 +48,6 @@ def pair(dense_of, layout_of, tokens_BT, tmp_path_factory):
 @pytest.fixture(scope="module")
 def gguf_pair(dense_of, layout_of, tokens_BT, tmp_path_factory):
     """Dense model and MoE as GGUF files in f32, to run."""
-    pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
     folder, dense = tmp_path_factory.mktemp("gguf_pair"), dense_of("llama")
     options = {"verify_tokens": 64, "gguf_type": "f32", "gguf_tokenizer": "none"}
@@ -182,7 +181,6 @@ def test_what_cannot_be_measured_is_refused(models, changes, expected, pair, tin
 
 
 def test_a_file_of_an_unknown_user_does_not_exist(monkeypatch):
-    pytest.importorskip("gguf")
     monkeypatch.setattr(
         "dotmoe.measure.bench.Worker", lambda target, *rest, **names: LlamaRunner(*rest)
     )

@@ -6,22 +6,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, dequantize, get_tensor_name_map
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-pytest.importorskip("gguf")
-
-from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, dequantize, get_tensor_name_map
-
 from dotmoe.common.errors import UserError
 from dotmoe.export import llama_cpp
 from dotmoe.models.checkpoint import checkpoint_folder
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import dense_config, load_dense
+from dotmoe.models.load import dense_config
 from export.comparison import logits_of
-from runs import TINY_CONVERT, TINY_FINETUNE, rope
+from runs import TINY_CONVERT, TINY_FINETUNE, loaded, rope
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +60,7 @@ def with_a_merge(tokenizer, *, digits=False):
 
 def require_same_logits(dense, file, tokens_BT):
     """What is read of a file computes what a model does; returns it."""
-    read = load_dense(str(file), LoadConfig(device="cpu"))
+    read = loaded(file)
     expected, found = (logits_of(each.model, tokens_BT) for each in (dense, read))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     return read
@@ -105,7 +101,7 @@ def test_weights_are_stored_as_narrowly_as_holds_them_exactly(type, dtype, dense
 def test_digits_are_cut_as_the_rule_in_the_file_says(dense_of, gguf_of):
     tokenizer = with_a_merge(dense_of("llama").tokenizer, digits=True)
     file = gguf_of(replace(dense_of("llama"), tokenizer=tokenizer))
-    read = load_dense(str(file), LoadConfig(device="cpu")).tokenizer
+    read = loaded(file).tokenizer
     assert 258 not in read("a 12 b")["input_ids"]
     assert read("a 12 b")["input_ids"] == tokenizer("a 12 b")["input_ids"]
 
@@ -143,8 +139,8 @@ def test_biases_of_qwen2_are_read(dense_of, tokens_BT, tmp_path):
 
 
 def test_a_sentencepiece_tokenizer_cuts_as_before(shared_data, gguf_of):
-    dense = load_dense(str(shared_data / "models/stories260K"), LoadConfig(device="cpu"))
-    read = load_dense(str(gguf_of(dense)), LoadConfig(device="cpu")).tokenizer
+    dense = loaded(shared_data / "models/stories260K")
+    read = loaded(gguf_of(dense)).tokenizer
     for text in ("Once upon a time, Lily said: 12 cats!\n", "Two  spaces and an é 🙂.<s>"):
         assert read(text)["input_ids"] == dense.tokenizer(text)["input_ids"]
 

@@ -23,7 +23,7 @@ from dotmoe.rivals.baselines import SplitInputs, baseline, granularity_of
 from dotmoe.rivals.baselines.contract import next_token_loss
 from dotmoe.rivals.config import BaselineConfig
 from export.comparison import logits_of, stock_logits
-from runs import FORMATS_OF, rewritten
+from runs import FORMATS_OF, in_turn, rewritten
 
 CPU = torch.device("cpu")
 FAMILY_OF = {name: family for family, names in FORMATS_OF.items() for name in names}
@@ -76,8 +76,7 @@ def test_an_export_runs_from_disk_as_stock_transformers_runs_it(
     assert all("model.embed_tokens.weight" not in call.args[1] for call in read.mock_calls)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), in_turn(FAMILIES, ("bfloat16", "float32")))
 def test_a_dense_model_runs_from_disk_as_it_runs_in_memory(
     family, dtype, dense_of, tokens_BT, nothing_is_kept
 ):
@@ -126,9 +125,8 @@ def test_what_needs_weights_refuses_where_they_are_not(tiny_dense, tokens_BT, tm
 
 @pytest.mark.parametrize("method", ["static_pruning", "cmoe", "weight_clusters"])
 def test_a_method_splits_weights_on_disk_as_those_in_memory(
-    method, dense_of, tokens_BT, nothing_is_kept
+    method, dense, tokens_BT, nothing_is_kept
 ):
-    dense = dense_of("llama")
     options = {"config": BaselineConfig(), "calibrate": CalibrateConfig(), "seed": 0}
     split = granularity_of(method, Granularity(num_experts=12, expert_size=8, active_experts=4))
     one, other = (

@@ -12,12 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dotmoe.cli import run
 from dotmoe.common.errors import UserError
 from dotmoe.models.checkpoint import _UNWANTED, _WANTED
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_dense
 from dotmoe.models.save import write_weights
 from dotmoe.models.tokenizer import load_tokenizer, tokenizer_notes
 from dotmoe.text.blocks import pack
-from runs import TINY_CONVERT, words
+from runs import TINY_CONVERT, loaded, words
 from zoo import KINDS, write_tokenizer
 
 TEXTS = [
@@ -131,7 +129,7 @@ def test_files_stay_as_they_are_in_all_that_is_written(model_of, exported, tmp_p
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     names = [*FURTHER, "tokenizer.json", "tokenizer_config.json"]
-    dense = load_dense(str(folder), LoadConfig())
+    dense = loaded(folder)
     write_weights(dense, tmp_path / "again")  # what finetune and prune write
     export = exported(dense)
     for out in (tmp_path / "again", export.folder):
@@ -150,7 +148,7 @@ def test_what_transformers_makes_of_other_files_is_written_beside_them(
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]))
     (folder / "tokenizer.json").unlink()
-    made = exported(load_dense(str(folder), LoadConfig())).folder
+    made = exported(loaded(folder)).folder
     assert "has no tokenizer.json" in caplog.text
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         assert (made / name).read_bytes() == (folder / name).read_bytes()
@@ -182,8 +180,7 @@ def with_pad(folder, number, **flags):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<pad>"}))
 
 
-@pytest.mark.parametrize("kind", ["llama2", "llama3"])
-@pytest.mark.parametrize("pad", ["rows", -1, None])
+@pytest.mark.parametrize(("kind", "pad"), [("llama2", "rows"), ("llama3", -1), ("llama2", None)])
 def test_a_pad_token_beyond_the_embedding_converts(
     kind, pad, model_of, heldout_file, tmp_path, caplog
 ):
@@ -191,7 +188,7 @@ def test_a_pad_token_beyond_the_embedding_converts(
     pad = rows if pad == "rows" else pad
     folder = model_of(kind, pad_token_id=pad)
     with_pad(folder, rows)
-    dense = load_dense(str(folder), LoadConfig())
+    dense = loaded(folder)
     assert "'<pad>' have ids beyond" in caplog.text
     assert ("pad_token_id in" in caplog.text) == (pad is not None)
     ids = ids_of(dense.tokenizer, ["a <pad> in"])[0]

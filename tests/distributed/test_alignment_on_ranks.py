@@ -54,8 +54,8 @@ def alone(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(model, tmp_path_factory):
-    """What two ranks see, in one start of them; one of their runs was begun by one rank."""
+def two(alone, model, tmp_path_factory):
+    """What two ranks see, in one start of them, after it; one of their runs one rank has begun."""
     folder = tmp_path_factory.mktemp("two")
     watched_run(str(model), folder / "resumed", stop_after=5)  # with a checkpoint of 4
     runs = VARIANTS | {"resumed": {}, "stopped": {"stop_after": 5}}

@@ -22,14 +22,13 @@ from dotmoe.method.config import AlignConfig, AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.masked import masked
 from dotmoe.models.checkpoint import Tensors
-from dotmoe.models.config import LoadConfig
 from dotmoe.models.hooks import recomputing
-from dotmoe.models.load import load_dense
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import TrainingConfig
 from dotmoe.training.loop import train
+from runs import loaded
 
-E, K, STEPS = 12, 3, 10
+E, K, STEPS = 12, 3, 8
 CONFIG = AlignConfig(
     steps=STEPS, batch_size=8, micro_batch_size=2, lr=1e-2, warmup_ratio=0.3, max_epochs=10
 )
@@ -70,7 +69,7 @@ def learned_by(task):
 def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=None):
     """Calibration, the gradients of a first step, and a short alignment (resumed if begun)."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    dense = load_dense(model, LoadConfig(device="cpu", sharding=sharding))
+    dense = loaded(model, sharding=sharding)
     config, blocks = CalibrateConfig(calibration_tokens=240), random_blocks()
     start = calibrate(dense, blocks, split_of(dense), config, seed=0)
     first = new_task(dense, start)
@@ -105,7 +104,7 @@ def read_sizes(model):
         return part
 
     with patch.object(Tensors, "read_rows", counted):
-        dense = load_dense(model, LoadConfig(device="cpu", sharding="shard"))
+        dense = loaded(model, sharding="shard")
     held = {id(p): local_part(p).nbytes for p in dense.model.parameters()}
     return {"reads": sizes, "held": sum(held.values())}
 

@@ -5,7 +5,6 @@
 
 import json
 import os
-import shutil
 import signal
 from dataclasses import replace
 
@@ -18,12 +17,10 @@ from dotmoe.cli.quickstart import quickstart, run_configs
 from dotmoe.common.progress import Progress
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
-from dotmoe.models.load import load_dense
 from dotmoe.pipeline import settled_config
 from dotmoe.run.config import QuickstartConfig
-from runs import Forked, TinyRun, rewritten
+from runs import Forked, TinyRun, loaded, slow_but, with_an_outlier
 
 TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.is_own}
 TWINS["qwen3_5_text"] = "Qwen3_5MoeForCausalLM"
@@ -31,19 +28,17 @@ TWINS |= dict.fromkeys(("granite", "granitemoehybrid"), "GraniteMoeForCausalLM")
 TWINS["olmo2"] = "FlexOlmoForCausalLM"
 
 
-QUICK = ("phi3", "granitemoehybrid", "qwen3_5_text", "olmo2", "gemma2", "lfm2")
+QUICK = ("phi3", "granitemoehybrid", "qwen3_5_text", "olmo2")
 """Families that differ most from LLaMA; `tests/export` and `tests/models` have them all."""
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in FAMILIES]
-)
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_a_run_gives_a_stock_checkpoint_that_computes_what_its_layout_says(
     family, finished, tiny_dense, tokens_BT, tmp_path
 ):
     model = tiny_dense(family)
-    made = TinyRun("convert", model, tmp_path / "run", finished.options).made()
-    dense = load_dense(str(model), LoadConfig(device="cpu"))
+    made = TinyRun("convert", model, tmp_path / "run", finished.options | {"steps": 2}).made()
+    dense = loaded(model)
     layout = ExpertLayout.load(made.folder / "3_extract" / "layout.safetensors")
     exported = AutoModelForCausalLM.from_pretrained(made.folder / "5_export")
     assert type(exported).__name__ == TWINS.get(family, "Glm4MoeForCausalLM")
@@ -64,25 +59,26 @@ def test_the_written_config_repeats_the_run(finished, command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "holds"), [("llama", True), pytest.param("olmo2", False, marks=pytest.mark.slow)]
+    ("family", "method", "dense_layers"),
+    [
+        ("llama", "random_split", 1),
+        pytest.param("olmo2", "random_split", 0, marks=pytest.mark.slow),
+        pytest.param("olmo2", "dot_moe", 0, marks=pytest.mark.slow),
+    ],
 )
-def test_the_defaults_are_half_active_with_half_of_that_shared_and_an_outlier_dense(
-    family, holds, finished, tiny_dense, command, tmp_path
+def test_the_defaults_are_half_active_and_an_outlier_dense_where_all_can_hold_it(
+    family, method, dense_layers, finished, tiny_dense, command, tmp_path
 ):
-    model = shutil.copytree(tiny_dense(family, num_hidden_layers=12), tmp_path / "model")
-    with rewritten(model) as weights:
-        weights["model.layers.0.mlp.down_proj.weight"] *= 100
+    """None of these has a shared expert; one that has is in `inspection/test_inspect.py`."""
+    model = with_an_outlier(tiny_dense(family, num_hidden_layers=12), tmp_path)
     options = {k: v for k, v in finished.options.items() if k not in ("active", "shared")}
-    for how in ({}, {"method": "random_split"}):
-        out = tmp_path / how.get("method", "run")
-        assert command("convert", model, out, **options | {"steps": 0} | how).status == 0
-        split = json.loads((out / "6_evaluate/results.json").read_text())["granularity"]
-        units = split["active_experts"] * 8 + split["shared_size"]
-        shared = 0.25 * (holds and not how)  # the method has no shared expert
-        assert (units, split["shared_size"]) == (48, 96 * shared)
-        assert split["first_dense_layers"] == int(holds)
-        written = json.loads((out / "config.json").read_text())["experts"]
-        assert (written["active"], written["shared"]) == (0.5, shared)
+    options, out = options | {"steps": 0, "method": method}, tmp_path / "run"
+    assert command("convert", model, out, **options).status == 0
+    split = json.loads((out / "6_evaluate/results.json").read_text())["granularity"]
+    assert (split["active_experts"] * 8, split["shared_size"]) == (48, 0)
+    assert split["first_dense_layers"] == dense_layers
+    written = json.loads((out / "config.json").read_text())["experts"]
+    assert (written["active"], written["shared"]) == (0.5, 0)
 
 
 @pytest.mark.parametrize("moment", ["", "2_align/metrics.jsonl"])

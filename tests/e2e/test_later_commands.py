@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 from dotmoe.export.llama_cpp import is_installed
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_dense
+from runs import loaded
 
 QUICK = {"scale_tokens": 256, "verify_tokens": 128}
 
@@ -44,7 +43,7 @@ def test_a_run_is_exported_again(
     assert command("export", finished.folder, out, **options, **QUICK).status == 0
     assert json.loads((out / "config.json").read_text())["model_type"] == model_type
     assert finished.contents() == before
-    dense = load_dense(str(finished.source), LoadConfig())
+    dense = loaded(finished.source)
     layout = ExpertLayout.load(finished.folder / "3_extract/layout.safetensors")
     exported = AutoModelForCausalLM.from_pretrained(out)
     with torch.no_grad(), masked_by(dense, replace(layout, active_experts=active_experts)):

@@ -21,11 +21,10 @@ from dotmoe.common.errors import UserError
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import export
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import dense_config, load_dense
+from dotmoe.models.load import dense_config
 from dotmoe.text.blocks import pack
 from export.comparison import logits_of, masked_logits, relative_error, step_by_step, stock_logits
-from runs import TEXT
+from runs import TEXT, loaded, slow_but
 from zoo import KINDS, write_tokenizer
 
 FACTS = Path(__file__).with_name("published_models.jsonl")
@@ -34,9 +33,8 @@ HEADS, HIDDEN, CONTEXT = 4, 64, 256
 
 
 QUICK = re.compile(
-    "llama-7b-hf|Llama-2-7b-hf|Llama-2-7B-fp16|CodeLlama-7b-hf|Yi-1.5-9B|R1-Distill-Qwen|Nemo|"
-    "Llama-3.2-1B|Mistral-7B-v0.1|Qwen2.5-0.5B|Qwen3-0.6B|Phi-3-mini-4k|Phi-4-mini|granite-3.0|"
-    "OLMo-2-1124-7B-I|SmolLM2-135M-I|Falcon3"
+    "llama-7b-hf|Llama-2-7B-fp16|CodeLlama-7b-hf|Yi-1.5-9B|R1-Distill-Qwen|Nemo|Llama-3.2-1B|"
+    "Qwen3-0.6B|Phi-3-mini-4k|Phi-4-mini|OLMo-2-1124-7B-I|SmolLM2-135M-I|Falcon3"
 )
 """One or two of each kind; the others are slow."""
 UNREAD = "microsoft/Phi-3-mini-128k-instruct (April 2024)"
@@ -140,17 +138,13 @@ def written(folder, name):
     return rows
 
 
-def stand_ins():
-    return [
-        pytest.param(name, marks=() if QUICK.search(name) else pytest.mark.slow)
-        for name in sorted(MODELS.keys() - {UNREAD})
-    ]
+STAND_INS = sorted(MODELS.keys() - {UNREAD})
 
 
-@pytest.mark.parametrize("name", stand_ins())
+@pytest.mark.parametrize("name", slow_but([*filter(QUICK.search, STAND_INS)], STAND_INS))
 def test_a_published_model_goes_all_the_way(name, tmp_path, layout_of):
     rows = written(tmp_path / "dense", name)
-    dense = load_dense(str(tmp_path / "dense"), LoadConfig(device="cpu"))
+    dense = loaded(tmp_path / "dense")
     assert ids_of(dense.tokenizer) == ids_in_file(tmp_path / "dense")
     tokens_BT = pack([TEXT], dense.tokenizer, 192)[0].long().view(2, 96)
     assert int(tokens_BT.max()) < rows
@@ -173,8 +167,7 @@ def test_a_published_model_goes_all_the_way(name, tmp_path, layout_of):
 
 def one_of_each_family():
     """The first stand-in of every model type."""
-    read = sorted(MODELS.keys() - {UNREAD}, reverse=True)
-    families = {MODELS[name]["config"]["model_type"]: name for name in read}
+    families = {MODELS[name]["config"]["model_type"]: name for name in reversed(STAND_INS)}
     return sorted(families.values())
 
 
@@ -183,7 +176,7 @@ def one_of_each_family():
 def test_every_format_says_with_a_cache_what_it_says_without(name, tmp_path, layout_of):
     """In float32 the same, and in bfloat16 as close to the masked model as all tokens at once."""
     written(tmp_path / "dense", name)
-    dense = load_dense(str(tmp_path / "dense"), LoadConfig(device="cpu"))
+    dense = loaded(tmp_path / "dense")
     tokens_BT = pack([TEXT], dense.tokenizer, 48)[0].long().view(4, 12)
     layout, held = layout_of(dense, dtype=torch.bfloat16), []
     for form in FORMATS:

@@ -11,8 +11,7 @@ from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_dense
+from runs import loaded
 
 TEXT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
@@ -40,7 +39,7 @@ def test_a_training_free_conversion_is_exact(name, dtype, command, request, tmp_
     assert found["dtype"] == dtype
     assert found["largest_block_error"] < (2e-3 if dtype == "float32" else 6e-3)
 
-    dense = load_dense(model, LoadConfig(device="cpu"))
+    dense = loaded(model)
     layout = ExpertLayout.load(out / "3_extract" / "layout.safetensors")
     ids = AutoTokenizer.from_pretrained(out / "5_export")(TEXT, return_tensors="pt")["input_ids"]
     rows = ids[0, : len(ids[0]) // 12 * 12].view(12, -1)
@@ -55,12 +54,12 @@ def test_a_training_free_conversion_is_exact(name, dtype, command, request, tmp_
 
 def test_the_embedded_model_is_what_its_record_says():
     """Its loss is on this machine's own library, which may be another Python's: so only roughly."""
-    dense = load_dense("embedded", LoadConfig(device="cpu"))
+    dense = loaded("embedded")
     record = json.loads((dense.folder / "training.json").read_text())
     assert sum(p.numel() for p in dense.model.parameters()) == record["parameters"] >= 2_500_000
     assert dense.widths.layers >= 4
     assert (dense.folder / "model.safetensors").stat().st_size <= 12_000_000
-    config = TextConfig(text=("python-stdlib-heldout",), max_tokens=20_000)
+    config = TextConfig(text=("python-stdlib-heldout",), max_tokens=8_000)
     text = packed_text(config, dense.tokenizer)
     result = perplexity(stock_nats(dense.model), text, 512)
     assert result["loss"] == pytest.approx(record["heldout_loss_nats_per_token"], abs=0.3)

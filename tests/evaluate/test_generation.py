@@ -14,11 +14,6 @@ from dotmoe.measure.evaluate.generation import continuations
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
 
 
-@pytest.fixture
-def llama(dense_of):
-    return dense_of("llama")
-
-
 @torch.no_grad()
 def argmaxed(model, prompt, new_tokens, end):
     ids = list(prompt)
@@ -30,23 +25,23 @@ def argmaxed(model, prompt, new_tokens, end):
     return ids[len(prompt) :]
 
 
-def test_greedy_is_the_argmax_token_by_token_whatever_the_model_prefers(llama):
-    model, tokenizer = llama.model, llama.tokenizer
+def test_greedy_is_the_argmax_token_by_token_whatever_the_model_prefers(dense):
+    model, tokenizer = dense.model, dense.tokenizer
     model.generation_config.repetition_penalty = 2.0
     model.generation_config.no_repeat_ngram_size = 1
     made = continuations(model, tokenizer, PROMPTS, 12)
     assert made == [argmaxed(model, prompt, 12, tokenizer.eos_token_id) for prompt in PROMPTS]
 
 
-def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(llama):
-    free = argmaxed(llama.model, PROMPTS[0], 8, None)
-    llama.tokenizer.eos_token_id = free[3]
-    made = continuations(llama.model, llama.tokenizer, PROMPTS[:1], 8)
+def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(dense):
+    free = argmaxed(dense.model, PROMPTS[0], 8, None)
+    dense.tokenizer.eos_token_id = free[3]
+    made = continuations(dense.model, dense.tokenizer, PROMPTS[:1], 8)
     assert made == [free[: free.index(free[3])]]
 
 
-def test_samples_follow_the_tempered_softmax_and_repeat(llama):
-    model, tokenizer, prompt = llama.model, llama.tokenizer, PROMPTS[0]
+def test_samples_follow_the_tempered_softmax_and_repeat(dense):
+    model, tokenizer, prompt = dense.model, dense.tokenizer, PROMPTS[0]
     made = continuations(model, tokenizer, [prompt], 200, temperature=0.5)[0]
     state = torch.get_rng_state()
     assert continuations(model, tokenizer, [prompt], 200, temperature=0.5)[0] == made
@@ -60,7 +55,7 @@ def test_samples_follow_the_tempered_softmax_and_repeat(llama):
     assert abs(nats.mean() - entropy.mean()) < 5 * (nats - entropy).std() / len(made) ** 0.5
 
 
-def test_a_chat_model_is_asked_by_its_template(tiny_dense, llama, tmp_path, command):
+def test_a_chat_model_is_asked_by_its_template(tiny_dense, dense, tmp_path, command):
     model = copytree(tiny_dense("llama"), tmp_path / "model")
     asked = {"generate": 4, "prompts": "Who?", "chat_template": []}
     assert "has no chat template" in command("evaluate", model, **asked).refusal()
@@ -68,9 +63,9 @@ def test_a_chat_model_is_asked_by_its_template(tiny_dense, llama, tmp_path, comm
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     (model / "chat_template.jinja").write_text(template)
     said = command("evaluate", model, **asked, json=[])
-    prompt = llama.tokenizer("<user>Who?<assistant>", add_special_tokens=False).input_ids
-    expected = llama.tokenizer.batch_decode(
-        continuations(llama.model, llama.tokenizer, [prompt], 4)
+    prompt = dense.tokenizer("<user>Who?<assistant>", add_special_tokens=False).input_ids
+    expected = dense.tokenizer.batch_decode(
+        continuations(dense.model, dense.tokenizer, [prompt], 4)
     )
     assert json.loads(said.out)["model"]["texts"] == expected
     plain = {"text": model / "config.json", "chat_template": []}

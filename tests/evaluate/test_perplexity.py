@@ -41,11 +41,6 @@ FILE = "\n = A heading = \n \n Some text , and more .\n The next paragraph .\n\n
 CPU = LoadConfig(device="cpu")
 
 
-@pytest.fixture
-def llama(dense_of):
-    return dense_of("llama")
-
-
 class FixedChances:
     """Predicts token t with chance ~ t + 1 whatever came before: its loss is known by hand."""
 
@@ -67,12 +62,12 @@ def ids_of(dense, texts=TEXTS):
     return [token for text in texts for token in [0, *dense.tokenizer.encode(text)[1:]]]
 
 
-def test_loss_equals_the_sum_by_hand_with_a_partial_last_window(llama):
-    nats, ids = FixedChances(), ids_of(llama)
+def test_loss_equals_the_sum_by_hand_with_a_partial_last_window(dense):
+    nats, ids = FixedChances(), ids_of(dense)
     assert len(ids) % 50 >= 2
     scored = [token for place, token in enumerate(ids) if place % 50]
     told = []
-    result = perplexity(nats, text_of(llama), 50, 3, lambda *progress: told.append(progress))
+    result = perplexity(nats, text_of(dense), 50, 3, lambda *progress: told.append(progress))
     expected = float(nats.nats_V[scored].mean())
     assert result["tokens"] == len(scored)
     assert result["loss"] == pytest.approx(expected, rel=1e-9)
@@ -116,10 +111,10 @@ def test_a_difference_has_the_error_of_pairs():
     ("text", "shapes"),
     [("abcdefg", [(2, 4)]), ("abcdefgh", [(2, 4)]), ("abcdefghi", [(2, 4), (1, 2)])],
 )
-def test_a_last_window_counts_from_two_tokens_up(llama, text, shapes):
+def test_a_last_window_counts_from_two_tokens_up(dense, text, shapes):
     nats = FixedChances()
     scored = sum(rows * (tokens - 1) for rows, tokens in shapes)
-    assert perplexity(nats, text_of(llama, [text]), 4)["tokens"] == scored
+    assert perplexity(nats, text_of(dense, [text]), 4)["tokens"] == scored
     assert nats.shapes == shapes  # <s> makes one token more
 
 
@@ -187,27 +182,27 @@ def test_the_gptq_number_is_that_of_the_scripts_of_the_literature(family, dense_
         perplexity(nats, joined, 4000)
 
 
-def test_max_tokens_is_the_most_that_is_read_and_the_window_fits_the_context(llama):
+def test_max_tokens_is_the_most_that_is_read_and_the_window_fits_the_context(dense):
     def endless():
         while True:
             yield TEXTS[0]
 
-    text = text_of(llama, endless(), max_tokens=125)
+    text = text_of(dense, endless(), max_tokens=125)
     assert perplexity(FixedChances(), text, 50)["tokens"] == 49 + 49 + 24
     assert [TextConfig().window_in(context) for context in (64, 4096)] == [64, 2048]
     with pytest.raises(UserError, match="window is 65, but must lie in 2 to 64"):
         TextConfig(window=65).window_in(64)
 
 
-def test_what_cannot_be_scored_is_refused(llama):
+def test_what_cannot_be_scored_is_refused(dense):
     broken = FixedChances()
     broken.nats_V[3:] = float("nan")
     with pytest.raises(UserError, match="the model is broken"):
-        perplexity(broken, text_of(llama), 32)
+        perplexity(broken, text_of(dense), 32)
     with pytest.raises(UserError, match="no text"):
-        text_of(llama, ["", ""])
+        text_of(dense, ["", ""])
     with pytest.raises(UserError, match="1 tokens of text"):
-        perplexity(FixedChances(), text_of(llama, max_tokens=1), 32)
+        perplexity(FixedChances(), text_of(dense, max_tokens=1), 32)
 
 
 def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
@@ -283,7 +278,6 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
     dense_of, layout_of, tmp_path, monkeypatch
 ):
     """Not by what the tokenizer says, whose limit has nothing to do with the file."""
-    pytest.importorskip("gguf")
     dense = dense_of("llama", max_position_embeddings=64)
     (tmp_path / "text.txt").write_text("".join(TEXTS))
     tokens = torch.tensor(ids_of(dense))[:128].view(2, 64)

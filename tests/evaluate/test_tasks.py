@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from scipy.stats import sem
 
 from dotmoe.common.errors import UserError
 from dotmoe.measure.config import EvaluateConfig
@@ -29,9 +30,6 @@ from dotmoe.measure.evaluate.tasks import (
     with_error,
 )
 from dotmoe.models.config import LoadConfig
-
-pytest.importorskip("lm_eval")
-pytest.importorskip("accelerate")
 
 HUB = {"boolq": "aps/super_glue", "piqa": "baber/piqa", "hellaswag": "Rowan/hellaswag"}
 """Data set of each task, as the harness's own definitions name it."""
@@ -132,8 +130,8 @@ def test_every_number_is_the_one_of_the_harness(
 def test_perplexity_a_word_is_rolling_in_windows_of_the_length(
     window, tiny_dense, tmp_path, command, monkeypatch
 ):
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
     from lm_eval.api.instance import Instance
+    from lm_eval.models import huggingface
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     pages = [f"Crow {i} ate seven figs and went on. " * (3 * i + 1) for i in range(4)]
@@ -419,7 +417,8 @@ def test_programs_and_sums_that_a_model_writes_are_scored_by_the_harness(
 ):
     """Oracle: how many answers are right, counted by hand, and the harness's own regular
     expressions."""
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.models import huggingface
+
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     made = [
         {"task_id": name, "prompt": start, "entry_point": name}
@@ -497,7 +496,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
 
 def test_a_difference_of_two_models_is_over_pairs_of_answers():
     """Oracle: SciPy's standard error of the differences, which is less than for two samples."""
-    sem = pytest.importorskip("scipy.stats").sem
     ours, theirs = [1] * 9 + [0] * 3, [1] * 5 + [0] * 7
     made = [{"value": fmean(each), "stderr": float(sem(each))} for each in (ours, theirs)]
     paired = [row | {"per_question": each} for row, each in zip(made, (ours, theirs), strict=True)]

@@ -60,8 +60,7 @@ def test_the_card_says_what_it_is_and_how_to_use_it(exported):
     assert f"## Results\n\n{expected}\n" in (folder / "README.md").read_text()
 
 
-def test_a_finetuned_export_names_the_model_that_the_work_began_with(exported, dense_of):
-    dense = dense_of("llama")
+def test_a_finetuned_export_names_the_model_that_the_work_began_with(exported, dense):
     origin = replace(dense, source="some-one/Model-1B@0123abc", revision="0123abc")
     made = exported(dense, origin=origin)
     card = ModelCard((made.folder / "README.md").read_text())

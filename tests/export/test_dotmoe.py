@@ -13,6 +13,7 @@ from dotmoe.export.write import require_exportable
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.masked import masked_by
 from export.comparison import logits_of, masked_logits, step_by_step, stock_logits
+from runs import in_turn
 
 TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 TYPES |= {"sliding_window": 16, "num_hidden_layers": 3}
@@ -38,8 +39,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize(("family", "split"), in_turn(OWN, SPLITS))
 def test_it_computes_the_masked_model_with_and_without_a_cache(
     family, split, dense_of, exported, tokens_BT
 ):

@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytest.importorskip("gguf")
-
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.options import check
 from dotmoe.common.worker import WorkerDiedError

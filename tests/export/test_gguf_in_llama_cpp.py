@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 
 from dotmoe.common.errors import UserError, VerificationError

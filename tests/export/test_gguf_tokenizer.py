@@ -9,12 +9,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as cuts
 from transformers import PreTrainedTokenizerFast
 
-pytest.importorskip("gguf")
-
 from dotmoe.export.llama_cpp import LlamaCppModel
 from dotmoe.export.tokenizer import RULES, tokenizer_keys, tokenizer_name
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_dense
+from runs import loaded
 
 CORPUS = [
     "It's the 1st of 12 months; they'll say we've 365 days, I'm sure. You'RE not? HE'D be!",
@@ -172,14 +169,14 @@ def test_the_rule_that_cuts_text_is_recognised_and_llama_cpp_cuts_alike(
 
 
 def test_the_embedded_tokenizer(require_same_tokens):
-    require_same_tokens(load_dense("embedded", LoadConfig(device="cpu")), TEXTS, "gpt2/gpt-2")
+    require_same_tokens(loaded("embedded"), TEXTS, "gpt2/gpt-2")
 
 
 def test_a_sentencepiece_tokenizer(require_same_tokens, shared_data):
     folder = shared_data / "models/stories260K"
     if not folder.is_dir():
         pytest.skip(f"no checkpoint at {folder}")
-    dense = load_dense(str(folder), LoadConfig(device="cpu"))
+    dense = loaded(folder)
     notes = require_same_tokens(dense, [text.lstrip() for text in TEXTS], "llama/default")
     assert any("space before every text" in note for note in notes)
 

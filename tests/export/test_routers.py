@@ -134,8 +134,7 @@ def test_the_exponent_follows_the_published_rule(std, expected):
     assert router_exponent(torch.randn(4096, 32) * std) in expected
 
 
-def test_scales_look_at_the_masked_models_own_router_inputs(dense_of, layout_of, tokens_BT):
-    dense = dense_of("llama")
+def test_scales_look_at_the_masked_models_own_router_inputs(dense, layout_of, tokens_BT):
     layout = layout_of(dense)
     seen = []
     with torch.no_grad(), masked_by(dense, layout):
@@ -148,9 +147,8 @@ def test_scales_look_at_the_masked_models_own_router_inputs(dense_of, layout_of,
     assert abs(math.log2(expected) - scale["exponent"] + 10.7) <= 0.5
 
 
-def test_a_tie_at_the_first_token_of_every_text_is_told(dense_of, layout_of, tokens_BT):
+def test_a_tie_at_the_first_token_of_every_text_is_told(dense, layout_of, tokens_BT):
     """stories260K as mixtral, seed 0: a gap of 5e-5 spoiled every text in Transformers."""
-    dense = dense_of("llama")
     layout = layout_of(dense)
     seen = {}
     routers.at_routers(dense, (layout,), torch.tensor([[0]]), seen.__setitem__)

@@ -151,8 +151,7 @@ def test_a_tail_lies_above_the_median(sound):
         assert each[f"{name}_tail"] > each[name] > 0
 
 
-def test_the_block_reference_is_the_sum_of_expert_outputs(dense_of, layout_of):
-    dense = dense_of("llama")
+def test_the_block_reference_is_the_sum_of_expert_outputs(dense, layout_of):
     layout = layout_of(dense)
     ffn = dense.family.ffn(dense.family.layers(dense.model)[0])
     x, expected = torch.randn(20, 64), torch.zeros(20, 64)

@@ -13,10 +13,9 @@ from dotmoe.cli import run
 from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_dense
 from dotmoe.run.config import finetune_recipe
 from dotmoe.text.blocks import TokenBlocks
+from runs import loaded
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
 TRAIN = ["--recipe", "sft", "--steps", "6", "--batch-size", "4", "--seq-len", "32", *QUICK]
@@ -39,7 +38,7 @@ def test_a_run_is_finetuned_measured_and_exported_again(finished, tmp_path, caps
     assert results["converted"]["text"] == earlier["moe"]["text"]
     assert results["moe"]["loss"] < results["converted"]["loss"]
     heldout = TokenBlocks.load(out / "0_data" / "heldout.safetensors").tokens_BT
-    trained = load_dense(str(out / "4_finetune" / "model"), LoadConfig())
+    trained = loaded(out / "4_finetune" / "model")
     layout = ExpertLayout.load(out / "4_finetune" / "layout.safetensors")
     with masked_by(trained, layout):
         nats = float(stock_nats(trained.model)(heldout).sum())

@@ -74,7 +74,6 @@ def test_gradients_are_clipped(stepped):
 
 @pytest.mark.parametrize("rank", [2, 8])
 def test_an_adapter_adds_its_product_times_32_over_its_rank(rank, new_student, tiny_dense):
-    pytest.importorskip("peft")
     student = new_student(tiny_dense("llama"), FinetuneConfig(train="lora", lora_rank=rank))
     query = student.model.model.layers[0].self_attn.q_proj
     first, second = query.lora_A["default"].weight, query.lora_B["default"].weight

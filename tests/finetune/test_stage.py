@@ -13,7 +13,7 @@ from dotmoe.method.layout import ExpertLayout, save_layouts
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import describe_dense
 from dotmoe.training.config import TrainingConfig
-from runs import on_ranks, weights_of
+from runs import on_ranks, slow_but, weights_of
 
 
 @pytest.fixture
@@ -40,8 +40,6 @@ def weights(folder):
 
 @pytest.mark.parametrize("what", ["everything", "router", "lora"])
 def test_what_is_trained_changes_and_nothing_else(what, train, tiny_dense, layout):
-    if what == "lora":
-        pytest.importorskip("peft")
     losses = []
     config = replace(CONFIG, train=what, steps=6, lr_router=1e-2)
     after = train(
@@ -71,10 +69,8 @@ def test_recomputing_and_small_micro_batches_change_memory_only(train):
     assert steps[2]["grad_norm"] == pytest.approx(steps[0]["grad_norm"], rel=0.02)
 
 
-@pytest.mark.parametrize("what", ["everything", "router", "lora"])
+@pytest.mark.parametrize("what", slow_but(["everything", "lora"], ["everything", "router", "lora"]))
 def test_offloaded_weights_are_trained_to_the_same_bits_also_from_a_checkpoint(what, train):
-    if what == "lora":
-        pytest.importorskip("peft")
     config, load = replace(CONFIG, train=what), LoadConfig(device="cpu", dtype="bfloat16")
     plain, stops = train("plain", config, load=load), iter([False, False, True])
 
@@ -90,11 +86,9 @@ def test_offloaded_weights_are_trained_to_the_same_bits_also_from_a_checkpoint(w
         assert torch.equal(tensor, plain[name]), name
 
 
-@pytest.mark.parametrize("what", ["everything", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", slow_but(["everything"], ["everything", "lora"]))
 def test_two_ranks_train_what_one_does(what, train, tiny_dense, layout, blocks, tmp_path):
     """Also in 16 bits, where weights that are replicated are computed with as sharded ones are."""
-    if what == "lora":
-        pytest.importorskip("peft")
     save_layouts((layout,), tmp_path)
     blocks.save(tmp_path / "blocks.safetensors")
     alone = train("alone", replace(CONFIG, train=what))

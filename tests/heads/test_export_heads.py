@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from dotmoe.measure.bench import weights_of
 from export.comparison import masked_logits, step_by_step, stock_logits
 from heads.families import FAMILIES, head_layout
+from runs import in_turn
 
 pytestmark = pytest.mark.usefixtures("_no_gradients")
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}
@@ -42,9 +43,9 @@ def exported(exported, dense_of):
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("size", "active"), [(1, 2), (2, 1), (1, 4)])
-def test_sparse_is_masked_with_and_without_a_cache(family, size, active, exported, tokens_BT):
+@pytest.mark.parametrize(("family", "experts"), in_turn(FAMILIES, ((1, 2), (2, 1), (1, 4))))
+def test_sparse_is_masked_with_and_without_a_cache(family, experts, exported, tokens_BT):
+    size, active = experts
     made, rows = exported(family, size=size, active=active), tokens_BT[:2, :24]
     assert made.record.verification["layers"][0]["misrouted"] == 0
     assert made.record.verification["logits_error"] < 1e-5

@@ -19,7 +19,7 @@ from dotmoe.measure.inspection.tables import render
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import from_record
 from dotmoe.run.config import recipe
-from runs import TINY_CONVERT, TINY_FINETUNE
+from runs import TINY_CONVERT, TINY_FINETUNE, slow_but, with_an_outlier
 from runs import words as words_of
 
 EXACT = [
@@ -190,14 +190,14 @@ STAGE_OF |= {"dense layers": "dense_layers", "extraction": "extract", "evaluatio
 QUICK = ("default", "trained-router")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CHOICES]
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, CHOICES))
 def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
     name, tiny_dense, text_file, tmp_path, capsys
 ):
     layers = 12 if name in ("default", "granite") else 2
-    model, out = str(tiny_dense("llama", num_hidden_layers=layers)), str(tmp_path / "run")
+    model, out = tiny_dense("llama", num_hidden_layers=layers), str(tmp_path / "run")
+    if layers > 2:
+        model = with_an_outlier(model, tmp_path)
     of_run = {"expert_size": 8, "seq_len": 32, "calibration_tokens": 64, "repair_tokens": 64}
     of_run |= {"eval_tokens": 64, "scale_tokens": 64, "verify_tokens": 32}
     of_run |= {"data": text_file, **CHOICES[name]}
@@ -212,9 +212,14 @@ def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
     assert run(again) == 0
     by_config = json.loads(capsys.readouterr().out)
     measured = json.loads((tmp_path / "run/6_evaluate/results.json").read_text())["granularity"]
+    if name == "default":  # half active, and half of that shared
+        assert (measured["active_experts"] * 8, measured["shared_size"]) == (24, 24)
+        experts = json.loads((tmp_path / "run/config.json").read_text())["experts"]
+        assert (experts["active"], experts["shared"]) == (0.5, 0.25)
     for plan in (planned, by_config):
         found = plan["granularity"]
         if "dense_layers" in made["stages"]:
+            assert measured["first_dense_layers"] == 1
             assert "leading layers" in plan["chosen"][-1]
             found["first_dense_layers"] = measured["first_dense_layers"]
         assert found == measured

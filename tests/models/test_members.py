@@ -89,7 +89,11 @@ def longrope_of(frequencies):
     return factors | {"original_max_position_embeddings": 32}
 
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case[0], *case[1]]))
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join([case[0], *case[1]]))
+def dense(request, dense_of):
+    """The model of each case."""
+    family, config = request.param
+    return dense_of(family, **config)
 
 
 def test_a_family_cannot_be_registered_without_being_in_this_suite():
@@ -97,9 +101,7 @@ def test_a_family_cannot_be_registered_without_being_in_this_suite():
     assert all(family.model_type == name for name, family in FAMILIES.items())
 
 
-@every_case
-def test_traits_are_those_of_the_stock_module(case, dense_of):
-    dense = dense_of(case[0], **case[1])
+def test_traits_are_those_of_the_stock_module(dense):
     traits = dense.traits
     for layer in dense.model.model.layers:
         if getattr(layer, "self_attn", None) is None:
@@ -126,9 +128,7 @@ def test_traits_are_those_of_the_stock_module(case, dense_of):
     assert getattr(dense.model.model, "embedding_multiplier", 1.0) == factors.embedding
 
 
-@every_case
-def test_the_parts_compute_what_the_stock_model_does(case, dense_of, tokens_BT):
-    dense = dense_of(case[0], **case[1])
+def test_the_parts_compute_what_the_stock_model_does(dense, tokens_BT):
     hidden = dense.model.model(input_ids=tokens_BT).last_hidden_state
     product, expected = dense.model.lm_head(hidden), logits_of(dense.model, tokens_BT)
     torch.testing.assert_close(readout_of(dense.config).logits(product), expected)
@@ -165,9 +165,7 @@ def test_up_to_the_stated_window_attention_is_full(family, config, window, dense
         assert (logits[:, window] - expected[:, window]).abs().amax() > 1e-3
 
 
-@every_case
-def test_the_names_in_llamas_form_reach_every_stored_row_once(case, dense_of):
-    dense = dense_of(case[0], **case[1])
+def test_the_names_in_llamas_form_reach_every_stored_row_once(dense):
     stored = load_file(dense.folder / "model.safetensors")
     tensors = Tensors.of(dense)
     names = [EMBEDDING, NORM] + [HEAD] * (not dense.config.tie_word_embeddings)

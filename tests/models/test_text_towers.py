@@ -11,10 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.write import export
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_dense
 from dotmoe.models.save import begin_checkpoint
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
+from runs import in_turn, loaded
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 VISION |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
@@ -66,14 +65,14 @@ def new_name(name):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *product(WRAPPERS, [{}, {"tied": True}]),
+        *in_turn(WRAPPERS, [{}, {"tied": True}]),
         *product([kind for kind in WRAPPERS if kind != "qwen3_5"], [{"renamed": True}]),
     ],
     ids=str,
 )
 def test_the_text_model_converts_alone(kind, options, whole, layout_of, tokens_BT, tmp_path):
     folder, model = whole(kind, **options)
-    dense = load_dense(str(folder), LoadConfig(device="cpu", dtype="float32"))
+    dense = loaded(folder, dtype="float32")
     assert dense.config.model_type == dense.family.model_type
     assert dense.config.tie_word_embeddings == options.get("tied", False)
     expected = logits_of(model, tokens_BT)
@@ -90,7 +89,7 @@ def test_the_text_model_converts_alone(kind, options, whole, layout_of, tokens_B
 
 def test_a_checkpoint_of_other_weights_holds_the_text_model_alone(whole, tokens_BT, tmp_path):
     folder, model = whole("mistral3")
-    dense, out = load_dense(str(folder), LoadConfig(device="cpu", dtype="float32")), tmp_path / "to"
+    dense, out = loaded(folder, dtype="float32"), tmp_path / "to"
     begin_checkpoint(dense, out)
     save_file(dict(dense.model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
     stock = AutoModelForCausalLM.from_pretrained(out)

@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dotmoe.method import sparse
 from dotmoe.method.router import Routing, soft_top_k, top_k_mask
 from dotmoe.method.sparse import expert_sums, make_sparse
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_dense
+from runs import loaded
 
 EXPERTS, SIZE, WIDTH = 6, 16, 64
 
@@ -29,7 +28,7 @@ def path(request, monkeypatch):
 def test_gradients_equal_those_of_the_masked_dense_ffn(
     surrogate, mean, tiny_dense, layout_of, path
 ):
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig())
+    dense = loaded(tiny_dense("llama"))
     layout = layout_of(dense, EXPERTS, active_experts=2)
     original = dense.family.ffn(dense.family.layers(dense.model)[0])
     routing = Routing(active_experts=2, surrogate=surrogate, mean_if_unchosen=mean)

@@ -685,8 +685,7 @@ def test_rows_and_columns_go_until_the_budget_is_met(method, pruned_of):
     assert 19_800 < removed <= 20_000
 
 
-def test_what_costs_nothing_goes_within_the_budget_too(dense_of, tokens_BT):
-    dense = dense_of("llama")
+def test_what_costs_nothing_goes_within_the_budget_too(dense, tokens_BT):
     for layer in dense.family.layers(dense.model):
         layer.mlp.down_proj.weight.data[:, ::2] = 0  # half of the rows of gate and up cost nothing
     wanted = num_parameters(dense.model) - 1_000

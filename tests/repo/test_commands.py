@@ -3,11 +3,14 @@ that it names; those of README and reference run on a tiny model, in their order
 document prints runs, but for what takes long."""
 
 import json
+import pkgutil
 import re
 import shlex
 import tomllib
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -174,9 +177,17 @@ def test_no_hint_installs_from_an_index_where_nothing_is_published():
     assert not [hint for found in hints for hint in found if "dotmoe" in hint]
 
 
+def here(target, *arguments, **named):
+    """In place of a `Worker`: the object is in this process, which need not be started."""
+    subject = pkgutil.resolve_name(target)(*arguments)
+    asked = SimpleNamespace(ask=lambda method, *rest: getattr(subject, method)(*rest))
+    return nullcontext(asked)
+
+
 def test_the_commands_of_readme_and_reference_run_in_their_order(tiny_dense, tmp_path, monkeypatch):
     model = str(tiny_dense("llama", intermediate_size=768))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dotmoe.measure.bench.Worker", here)
     for name in ("text.jsonl", "held-out.txt"):
         text = "\n".join(f"{name} {i}: the hen ate {i * 7 % 13} figs." for i in range(300))
         Path(name).write_text(json.dumps({"text": text}) if name == "text.jsonl" else text)

@@ -31,7 +31,6 @@ def measure(line):
 @pytest.fixture(scope="session")
 def measured(finished, tmp_path_factory):
     """A run measured by the commands that its own page proposes, in the folder that holds it."""
-    pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("measured")
     made = finished.copied_to(folder / "run").folder
     with pytest.MonkeyPatch.context() as patch:

@@ -1,11 +1,7 @@
 """The picture: every text within it and legible, axes that fill it, each model at its numbers."""
 
-import pytest
-
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import WIDTH, quality_figure
-
-pytest.importorskip("matplotlib")
 
 PHONE_PX = 350
 """Width of a plot on a phone."""

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from runs import Forked
+from runs import Forked, slow_but
 
 FEW_BYTES = 64
 STAGES = {
@@ -28,10 +28,7 @@ QUICK = ("second checkpoint", "evaluate")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-@pytest.mark.parametrize(
-    "stage",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STAGES],
-)
+@pytest.mark.parametrize("stage", slow_but(QUICK, STAGES))
 def test_a_full_disk_is_said_and_nothing_is_lost(stage, finished, tmp_path):
     made = finished.at(tmp_path / "run")
     process = Forked(made.command())

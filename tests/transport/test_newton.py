@@ -47,7 +47,7 @@ def adversaries(N, E):
 @pytest.mark.parametrize(
     ("shapes", "taus"),
     [
-        (SHAPES, (1.0, 0.1, 0.02, 0.003)),
+        (SHAPES, (1.0, 0.1, 0.003)),
         pytest.param(
             SHAPES + WIDER_SHAPES,
             (10.0, 1.0, 0.3, 0.1, 0.05, 0.02, 0.001),

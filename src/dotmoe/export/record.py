@@ -26,11 +26,8 @@ from dotmoe.models.family import TARGETS
 
 RECORD_FILE = "dotmoe.json"
 CARD_FILE = "README.md"
-_TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    undefined=jinja2.StrictUndefined,
-    keep_trailing_newline=True,
-)
+_TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+_TEMPLATES.loader = jinja2.FileSystemLoader(Path(__file__).parent)
 _REMEDY = "Export the run again: dotmoe export RUN OUT."
 _SIZES = (
     *("num_experts", "expert_size", "active_experts"),
