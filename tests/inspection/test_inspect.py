@@ -187,7 +187,7 @@ STAGE_OF = {"tokenise": "data", "start from data": "calibrate", "alignment": "al
 STAGE_OF |= {"dense layers": "dense_layers", "extraction": "extract", "evaluation": "evaluate"}
 
 
-QUICK = ("default", "trained-router")
+QUICK = ("default",)
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CHOICES))

@@ -108,7 +108,7 @@ def test_published_dense_training_is_predicted_within_25_percent(gpu, nodes, bat
 
 def test_a_model_that_fits_is_whole_and_a_larger_one_is_sharded():
     assert planned(llama_3_8b())["recommended"]["way"] == "whole"
-    wide = llama_3_8b(num_hidden_layers=320)
+    wide = llama_3_8b(hidden_size=12_288, intermediate_size=43_008, num_attention_heads=96)
     assert planned(wide)["recommended"]["sharded"]
     alone = planned(wide, gpus=1)
     assert alone["recommended"] is alone["hours"] is alone["gpu_hours"] is None

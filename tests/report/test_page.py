@@ -15,9 +15,11 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.tables import in_bytes
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.page import html, html_report, markdown, summary
-from dotmoe.measure.report.plots import NO_PLOT
+from dotmoe.measure.report.plots import NO_PLOT, WIDTH, quality_figure
 from runs import weights_of
 
+PHONE_PX = 350
+"""Width of a plot on a phone."""
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text())
 
 
@@ -187,6 +189,26 @@ def test_the_first_screen_is_a_sentence_a_table_and_a_picture(measured, found):
     assert f"Perplexity is {moe['perplexity'] / dense['perplexity']:.2f} times the dense" in first
     checks = rest.split("Figures of the check</summary>")[1].split("</details>")[0]
     assert "logits error" in checks
+
+
+def test_the_picture_shows_every_model_at_its_numbers_with_text_that_can_be_read(measured):
+    run = RunResults(measured)  # text is in it and legible, axes fill it
+    counts, curve = run.results["parameters"], run.files["curve"]
+    figure = quality_figure(run.models, counts, curve)
+    (axes,) = figure.axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    active = 100 * counts["active"] / counts["dense"]
+    for name, model in run.models.items():
+        share = 100.0 if name == "dense" else active
+        assert drawn.pop(name) == [[share, model["perplexity"]]]
+    (at_other_k,) = drawn.values()
+    assert len(at_other_k) == len(curve["points"])
+    figure.draw_without_rendering()
+    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert max(-box.x0, -box.y0, box.x1 - width, box.y1 - height) <= 0
+    assert axes.get_position().width >= 0.5
+    for text in figure.findobj(lambda artist: hasattr(artist, "get_fontsize")):
+        assert text.get_fontsize() / 72 / WIDTH * PHONE_PX >= 7
 
 
 def test_a_run_of_heads_is_proposed_what_it_can_have(found):
