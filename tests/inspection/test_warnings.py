@@ -97,10 +97,10 @@ def test_inspect_warns_of_exactly_the_k_that_no_gguf_takes(scaling, tiny_dense):
     folder = tiny_dense("llama", num_hidden_layers=12, intermediate_size=160, **scaling)
     dense = loaded(folder)
     refused = []
-    for active in range(20, 36):  # from fewer than have room to more
+    for active in range(1, 41):
         found = inspection(dense.config, stored=torch.float32, experts=40, active_experts=active)
         splits = from_record(found["granularity"])
         reasons = [form.unsupported(dense, splits, torch.float32) for form in GGUF_FORMATS[:2]]
         refused.append(None not in reasons)
         assert any("llama.cpp runs at most" in said for said in found["warnings"]) is refused[-1]
-    assert 0 < sum(refused) < 16
+    assert 0 < sum(refused) < 40
