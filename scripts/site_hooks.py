@@ -23,7 +23,7 @@ from dotmoe.common.options import Range, marked_fields
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:)[^)#\s]+|(?<=src=\")[^\"]+\.svg")
 COMMANDS_GO_HERE = "<!-- commands -->"
-CODE_OF_CELL = re.compile(r"<code>[^<]*</code>(?=[^\n]*</td>)")
+CODE_OF_CELL = re.compile(r"<code>[^<]{24,}</code>(?=[^\n]*</td>)")
 PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
 
 
@@ -47,7 +47,6 @@ def target_of(page: str, link: str) -> str:
 def on_files(files: Any, config: Any) -> Any:
     """Add the first page, and what pages link to outside of docs/."""
     files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / "README.md")))
-    files.append(File.generated(config, "CHANGELOG.md", abs_src_path=str(ROOT / "CHANGELOG.md")))
     waiting = [file.src_uri for file in files.documentation_pages()]
     while waiting:
         page = waiting.pop()
@@ -79,7 +78,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let names in cells of tables break after a dot, a slash or an underscore."""
+    """Let long names in cells break after a dot, slash or underscore, numbers before a range."""
+    html = re.sub(r'(?<=right;">)([^<(]+) \(', r"\1<wbr> (", html)
     return CODE_OF_CELL.sub(lambda code: re.sub(r"(?<=\w[._/])(?=\w)", "<wbr>", code[0]), html)
 
 
