@@ -319,9 +319,12 @@ def _repair(step: Step) -> None:
     dense = on_disk(_described(step), GPU, torch.bfloat16) if step.sharded else _dense(step, None)
     streams = _Streams(dense, (_layout(step.sizes),), blocks, RepairConfig())
     for index, target, problem in streams.problems():
-        weights, _ = _solution(problem(), target, 1, RIDGES[4])
         prefix = f"model.layers.{index}.{target.module}"
-        streams.use({f"{prefix}.{name}": weight.cpu() for name, weight in weights.items()})
+
+        def use(weights: Any, prefix: str = prefix) -> None:
+            streams.use({f"{prefix}.{name}": weight.cpu() for name, weight in weights.items()})
+
+        use(_solution(problem(), target, 1, RIDGES[4], use)[0])
 
 
 def _alignment(step: Step, ranks: Any) -> Alignment:

@@ -68,7 +68,7 @@ def solver():
 
 def gram():
     hidden, missing = torch.randn(2, 30, 8)
-    NormalEquations(8, 8, torch.device("cpu")).add(hidden, missing, torch.ones(30))
+    NormalEquations(torch.zeros(8, dtype=torch.long), 8).add(hidden, missing, torch.ones(30))
 
 
 def head():

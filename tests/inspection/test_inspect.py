@@ -159,7 +159,7 @@ def test_inspect_takes_what_convert_takes_and_plans_exactly_that(tmp_path, capsy
     assert ("up to 2 leading layers" in usual["chosen"][0], paper["chosen"]) == (True, [])
     assert paper["names"] == ["tokenise", "alignment", *last[::2], last[3]]  # from a random start
     assert usual["run"]["calibration_tokens"] == 40 * 4_096
-    assert (usual["run"]["repair_tokens"], usual["run"]["repair_epochs"]) == (40 * 14_336, 3)
+    assert (usual["run"]["repair_tokens"], usual["run"]["repair_epochs"]) == (40 * 14_336, 2)
     assert paper["run"]["tokens"]["align"] == 3_500 * 64 * 2_048
     (split,) = from_record(usual["granularity"])
     assert split.active_experts * 128 + split.shared_size == 7_168
@@ -250,9 +250,9 @@ def test_a_named_gpu_is_planned_for_whatever_this_machine_is():
 @pytest.mark.parametrize(
     ("time", "options", "taken"),
     [
-        ("7d", {}, RepairConfig()),
-        ("5d", {}, RepairConfig(repair_epochs=0)),
-        ("2d", {}, RepairConfig(repair_epochs=0, repair_tokens=16_384)),
+        ("96h", {}, RepairConfig()),
+        ("60h", {}, RepairConfig(repair_epochs=0)),
+        ("36h", {}, RepairConfig(repair_epochs=0, repair_tokens=16_384)),
         ("1s", {}, "no repair takes less here: the default repair about "),
         ("soon", {}, "time is 'soon', but it must be a duration"),
         ("1h", {"repairing": RepairConfig(repair_epochs=1)}, "Leave one of the two out"),
@@ -281,7 +281,7 @@ def test_a_run_records_the_repair_that_its_time_allowed_and_resumes_with_it(
     assert run([*map(str, line)]) == 0
     assert "time 1d: takes the default repair about" in capsys.readouterr().err
     record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (record["time"], record["repairing"]["repair_epochs"]) == ("1d", 3)
+    assert (record["time"], record["repairing"]["repair_epochs"]) == ("1d", 2)
     assert run([*map(str, line)]) == 0
 
 

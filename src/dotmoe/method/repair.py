@@ -1,10 +1,11 @@
-"""Repair by layers: refit W_down and W_O under the masks in closed form, then train the FFNs."""
+"""Repair by layers: train the FFNs under the masks, then refit W_down and W_O in closed form."""
 
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits
 from dotmoe.method.layout import ExpertLayout, Layouts, save_layouts, splits_in
-from dotmoe.method.masked import masked, maskings_of
+from dotmoe.method.masked import Masking, masked, maskings_of
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import SparseFFN
 from dotmoe.models.checkpoint import CHANGED, Tensors
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, GatedFFN, Stream, Target
-from dotmoe.models.hooks import input_hooks
+from dotmoe.models.hooks import computing
 from dotmoe.models.load import CHANGES, whole_weights
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import cosine_with_warmup
@@ -49,44 +50,60 @@ def repair_tokens(config: RepairConfig, splits: Splits, dense_config: Any) -> in
 
 
 class NormalEquations:
-    """Weighted sums over tokens for dW = argmin sum_t w_t ||z_t dW - r_t||^2, in float64."""
+    """Weighted sums over tokens for dW = argmin sum_t w_t ||z_t dW - r_t||^2, in float64.
 
-    def __init__(self, num_neurons: int, width: int, device: torch.device) -> None:
-        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
-        self.gram_NN = zeros(num_neurons, num_neurons)
-        self.cross_ND = zeros(num_neurons, width)
+    `expert_of_N` has the expert of each column of z, a number from 0. Where an expert does not run,
+    its columns are zero: on a CPU the sums leave them out. Inside, columns are in the order of the
+    experts, and of z^T z there is the upper triangle.
+    """
+
+    def __init__(self, expert_of_N: Tensor, width: int) -> None:
+        zeros = partial(torch.zeros, dtype=torch.float64, device=expert_of_N.device)
+        self._order_N = expert_of_N.argsort(stable=True)
+        self._bounds = [0, len(expert_of_N)]
+        if expert_of_N.device.type == "cpu":
+            self._bounds = [0, *expert_of_N.bincount().cumsum(0).tolist()]
+        self.gram_NN, self.cross_ND = zeros(2 * expert_of_N.shape), zeros(len(expert_of_N), width)
         self.missing = zeros(())
 
     @in_float32()
     def add(self, hidden_TN: Tensor, missing_TD: Tensor, weight_T: Tensor) -> None:
         """Add tokens: masked activations z, what the output lacks (r), and weights w; float32."""
-        weighted_TN = hidden_TN * weight_T[:, None]
-        self.gram_NN += weighted_TN.T @ hidden_TN
-        self.cross_ND += weighted_TN.T @ missing_TD
-        self.missing += (missing_TD.square().sum(1) * weight_T).sum()
+        hidden_TN = hidden_TN.index_select(1, self._order_N)
+        weighted_TD = missing_TD * weight_T[:, None]
+        self.missing += (missing_TD * weighted_TD).sum()
+        for start, end in pairwise(self._bounds):
+            rows_TN, rows_TD, rows_T = hidden_TN[:, start:], weighted_TD, weight_T
+            if len(self._bounds) > 2:
+                row_R = rows_TN[:, : end - start].any(1).nonzero().squeeze(1)
+                rows_TN, rows_TD, rows_T = (
+                    each.index_select(0, row_R) for each in (rows_TN, rows_TD, rows_T)
+                )
+            group_TS = rows_TN[:, : end - start]
+            self.cross_ND[start:end] += group_TS.T @ rows_TD
+            self.gram_NN[start:end, start:] += (group_TS * rows_T[:, None]).T @ rows_TN
 
     def solved(self, ridge: float) -> Float[Tensor, "N D"]:
         """The solution with a penalty on its square: `ridge` (above 0) times the mean diagonal."""
         penalised_NN = self.gram_NN.clone()
         penalised_NN.diagonal().add_(ridge * self.gram_NN.diagonal().mean())
-        factor_NN, failed = torch.linalg.cholesky_ex(penalised_NN)
+        factor_NN, failed = torch.linalg.cholesky_ex(penalised_NN, upper=True)
         if failed:  # nothing ran, or nothing is finite: there is nothing to fit
             return torch.zeros_like(self.cross_ND)
-        return torch.cholesky_solve(self.cross_ND, factor_NN)
+        solution_ND = torch.cholesky_solve(self.cross_ND, factor_NN, upper=True)
+        return torch.empty_like(solution_ND).index_copy_(0, self._order_N, solution_ND)
 
     def error(self, change_ND: Tensor) -> float:
         """Weighted square error with dW, as a share of that with 0: below 1 is a gain."""
-        change = ((self.gram_NN @ change_ND - 2 * self.cross_ND) * change_ND).sum()
+        change_ND, diagonal_N1 = change_ND[self._order_N], self.gram_NN.diagonal()[:, None]
+        twice_ND = 2 * (self.gram_NN.triu() @ change_ND) - diagonal_N1 * change_ND
+        change = ((twice_ND - 2 * self.cross_ND) * change_ND).sum()
         return float(1 + change / self.missing) if self.missing else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProblem:
-    """One FFN or attention under its masks, and what its output lacks to follow the dense model.
-
-    `fitted` and `heldout` are the sums over tokens that a refit needs. Training needs the tokens
-    themselves, the first `num_fitted` to fit; they are not kept where nothing is trained.
-    """
+    """One FFN or attention under its masks, and what its output lacks to follow the dense model."""
 
     layer: int
     block: nn.Module
@@ -98,75 +115,69 @@ class LayerProblem:
     """The block's output projection."""
     norm: nn.Module
     """The norm (or identity) between the block and the stream, before a residual multiplier."""
-    fitted: NormalEquations
-    heldout: NormalEquations
+    equations: Callable[[], tuple[NormalEquations, NormalEquations]]
+    """Sums over tokens to fit, and held-out ones, with the weights that the block now has."""
     x_TD: Tensor
-    """Inputs of the block, on the CPU."""
+    """Inputs of the FFN, on the CPU; the first `num_fitted` are to fit, the others held out."""
     wanted_TD: Tensor
-    """What the block, with its norm, should give, on the CPU."""
+    """What the FFN, with its norm, should give, on the CPU."""
     weight_T: Tensor
     num_fitted: int
 
 
 def refit(
-    problem: LayerProblem, *, whole: bool, near: float | None = None
-) -> tuple[Tensor, dict[str, Any]]:
-    """The output projection, [D, N], with the penalty best for held-out tokens, and its metrics.
+    output: nn.Linear, fitted: NormalEquations, heldout: NormalEquations, near: float | None = None
+) -> tuple[Tensor, float | None, float]:
+    """The output projection, [D, N], fitted to all tokens with the penalty best for held-out ones.
 
-    It is fitted to all tokens if `whole`, else to those not held out; it stays as it is if no
-    penalty gains. Without `near` all of `RIDGES` are tried; else the search begins there and goes
-    on while a neighbour is better, because each costs a factorisation of the Gram matrix. Metrics:
-    `ridge`, None for no change, and `heldout_error` as of `NormalEquations.error`.
+    Without `near` all of `RIDGES` are tried; else the search begins there and goes on while a
+    neighbour is better, because each costs a factorisation of the Gram matrix. Returns also the
+    penalty, and the held-out error as of `NormalEquations.error` when only the others are fitted;
+    the projection as it is, None and 1 if no penalty gains.
     """
-    fitted, heldout, before_DN = problem.fitted, problem.heldout, problem.output.weight.double()
     errors, best = dict[int, float](), 0 if near is None else RIDGES.index(near)
-    change_ND, left = fitted.cross_ND, [best, best + 1, best - 1] if near else [*range(len(RIDGES))]
+    left = [best, best + 1, best - 1] if near else [*range(len(RIDGES))]
     while left:
         index = left.pop(0)
         if index in errors or index not in range(len(RIDGES)):
             continue
-        tried_ND = fitted.solved(RIDGES[index])
-        errors[index] = heldout.error(tried_ND)
+        errors[index] = heldout.error(fitted.solved(RIDGES[index]))
         if index == best or errors[index] < errors[best]:
-            best, change_ND = index, tried_ND
+            best = index
             left += [index + 1, index - 1]
-    error = errors[best]
-    if not error < 1:
-        return before_DN, {"ridge": None, "heldout_error": 1.0}
-    if whole:
-        fitted.gram_NN += heldout.gram_NN
-        fitted.cross_ND += heldout.cross_ND
-        change_ND = fitted.solved(RIDGES[best])
-    return before_DN + change_ND.T, {"ridge": RIDGES[best], "heldout_error": error}
+    before_DN = output.weight.double()
+    if not errors[best] < 1:
+        return before_DN, None, 1.0
+    fitted.gram_NN += heldout.gram_NN
+    fitted.cross_ND += heldout.cross_ND
+    return before_DN + fitted.solved(RIDGES[best]).T, RIDGES[best], errors[best]
 
 
-def train(problem: LayerProblem, output_DN: Tensor, epochs: int) -> tuple[dict[str, Tensor], float]:
-    """An FFN's weights, trained if held-out tokens gain, and the share of error left on them.
+def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]:
+    """An FFN's weights after `epochs` passes of Adam over the tokens to fit, by names in the block.
 
-    Adam starts from `output_DN` and takes `epochs` passes over the tokens to fit.
+    Returns also the share of the error on held-out tokens that they leave; no weights and 1 if they
+    do not gain.
     """
     x_TD, wanted_TD, num = problem.x_TD, problem.wanted_TD, problem.num_fitted
     device = problem.weight_T.device
 
-    def error(ffn: Callable[[Tensor], Tensor], rows_T: Tensor) -> Tensor:
-        output_TD: Tensor = problem.norm(ffn(x_TD[rows_T].to(device).float()))
+    def error(rows_T: Tensor) -> Tensor:
+        output_TD: Tensor = problem.norm(sparse(x_TD[rows_T].to(device).float()))
         square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
         return (square_T * problem.weight_T[rows_T.to(device)]).sum()
 
-    def heldout_error(ffn: Callable[[Tensor], Tensor]) -> float:
+    def heldout_error() -> float:
         parts = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
-        return sum(float(error(ffn, rows_T)) for rows_T in parts)
+        return sum(float(error(rows_T)) for rows_T in parts)
 
     own = dict(problem.block.named_parameters())
     new = {id(weight): weight.detach().to(torch.float32, copy=True) for weight in own.values()}
     ffn = copy.deepcopy(problem.ffn, new)  # with these copies of its weights
     routing = Routing(active_experts=problem.layout.active_experts)
-    make_sparse = partial(SparseFFN, ffn, problem.layout, problem.layer, routing)
-    of_dense = heldout_error(make_sparse())
-    ffn.down.weight.copy_(output_DN)
-    sparse = make_sparse()
+    sparse = SparseFFN(ffn, problem.layout, problem.layer, routing)
     sparse.router.requires_grad_(False)
-    of_refit = heldout_error(sparse)
+    before = heldout_error()
     groups, rows = list[dict[str, Any]](), [ffn.gate.weight, ffn.up.weight, ffn.down.weight.T]
     for (_, *parts), rows_ND in zip(sparse.weights(), rows, strict=True):
         rate = _RATE * float(rows_ND.square().mean().sqrt())
@@ -181,18 +192,18 @@ def train(problem: LayerProblem, output_DN: Tensor, epochs: int) -> tuple[dict[s
         if step % a_pass == 0:
             batches = torch.split(torch.randperm(num, generator=generator), batch)
         with torch.enable_grad():
-            loss = error(sparse, batches[step % a_pass]) / batch
+            loss = error(batches[step % a_pass]) / batch
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    if (of_trained := heldout_error(sparse)) < of_refit:
-        for (_, experts, shared), rows_ND in zip(sparse.weights(), rows, strict=True):
-            rows_ND[sparse.neurons_ES] = experts
-            if shared is not None:
-                rows_ND[sparse.shared_M] = shared
-    weights = {name: new[id(weight)] for name, weight in own.items()}
-    return weights, min(of_refit, of_trained) / (of_dense or 1.0)
+    if not (after := heldout_error()) < before:
+        return {}, 1.0
+    for (_, experts, shared), rows_ND in zip(sparse.weights(), rows, strict=True):
+        rows_ND[sparse.neurons_ES] = experts
+        if shared is not None:
+            rows_ND[sparse.shared_M] = shared
+    return {name: new[id(weight)] for name, weight in own.items()}, after / before
 
 
 @torch.no_grad()
@@ -209,21 +220,21 @@ def repair(
     """Refit W_down or W_O of each split layer, so that the masked model follows the dense one.
 
     Two residual streams go through the layers side by side: the dense model's, and that of the
-    masked model as repaired so far. After each split FFN or attention, ridge regression changes its
+    masked model as repaired so far. In each split FFN or attention, ridge regression changes the
     output projection so that the second comes as close as it can to the first, token by token
     relative to its size. Every 8th row of text is held out to choose the penalty. With
-    `repair_epochs`, Adam then trains all projections of an FFN to the same end on the other rows; a
-    layer that gains nothing on held-out rows keeps its refit. A stopped process resumes after the
-    finished layers, with the same result. The weights of `dense` are in memory or on
-    disk, and unchanged afterwards.
+    `repair_epochs`, Adam before it trains all projections of an FFN to the same end on the other
+    rows; a layer where held-out rows do not gain from that has the refit alone. A stopped process
+    resumes after the finished layers, with the same result. The weights of `dense` are in memory or
+    on disk, and unchanged afterwards.
 
     `folder` receives the new projections in the dtypes of the source (`CHANGES`, to be read by
     `trained_model`), `layout.safetensors` and `repair.json`.
 
     Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
-    (and, with attention, each `target`) the metrics of `refit`, and for a trained FFN the
-    `trained_error`: its held-out error relative to that of the dense weights. Raises a `UserError`
-    if there is too little text.
+    (and, with attention, each `target`) the `ridge`, None for no refit, and the `heldout_error`, a
+    share of that of the masked dense weights; after training alone it is the `trained_error`.
+    Raises a `UserError` if there is too little text.
     """
     dense.require("memory", "disk")
     streams, stored = _Streams(dense, layouts, blocks, config), Tensors.of(dense)
@@ -232,10 +243,17 @@ def repair(
         checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
         if not checkpoint.is_dir():
             near = next((m["ridge"] for m in reversed(metrics) if m["ridge"]), None)
-            weights, of_layer = _solution(problem(), target, config.repair_epochs, near)
+            block = f"model.layers.{index}.{target.module}"
             dtype = stored.describe(target.output_tensor(index))[1]
-            own, block = dense.family.own_name, f"model.layers.{index}.{target.module}"
-            tensors = {own(f"{block}.{name}"): part.to(dtype) for name, part in weights.items()}
+
+            def named(weights: Mapping[str, Tensor], block: str = block) -> dict[str, Tensor]:
+                return {dense.family.own_name(f"{block}.{name}"): w for name, w in weights.items()}
+
+            def use(weights: Mapping[str, Tensor]) -> None:
+                streams.use(named(weights))
+
+            weights, of_layer = _solution(problem(), target, config.repair_epochs, near, use)
+            tensors = {name: weight.to(dtype) for name, weight in named(weights).items()}
             with complete_folder(checkpoint) as partial_folder:
                 save_tensors(tensors, partial_folder / CHANGED)
                 write_json(partial_folder / METRICS, {"layer": index, **of_layer})
@@ -251,17 +269,23 @@ def repair(
 
 
 def _solution(
-    problem: LayerProblem, target: Target, epochs: int, near: float | None
+    problem: LayerProblem,
+    target: Target,
+    epochs: int,
+    near: float | None,
+    use: Callable[[Mapping[str, Tensor]], None],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """New weights of one FFN or attention, by their names in it, and metrics."""
-    is_trained = target.name == "ffn" and epochs > 0
-    output_DN, metrics = refit(problem, whole=not is_trained, near=near)
-    weights = {f"{target.output_name}.weight": output_DN}
-    if is_trained:
-        weights, metrics["trained_error"] = train(problem, output_DN, epochs)
+    weights, error, metrics = dict[str, Tensor](), 1.0, dict[str, Any]()
     if target.name == "attention":
-        metrics = {"target": target.name, **metrics}
-    return weights, metrics
+        metrics["target"] = target.name
+    elif epochs:
+        weights, error = train(problem, epochs)
+        metrics["trained_error"] = error
+        use(weights)
+    output_DN, metrics["ridge"], share = refit(problem.output, *problem.equations(), near)
+    weights[f"{target.output_name}.weight"] = output_DN
+    return weights, metrics | {"heldout_error": error * share}
 
 
 class _Streams:
@@ -284,6 +308,10 @@ class _Streams:
         self._dense = self._converted = Stream(dense, tokens_BT, self._parts)
         self._attended_BTD = torch.empty(0)
         """The dense stream between attention and FFN of the layer it went through last."""
+        self._inputs_BTD = torch.empty(0, 0, dense.widths.model)
+        """Inputs of the FFN before which the masked model's stream stands."""
+        self._wanted_BTD = self._inputs_BTD
+        """What that FFN, with its norm, should give."""
         self._own = dict[nn.Parameter, Tensor]()
         """The model's own weights, by the parameters whose values `use` has replaced."""
 
@@ -293,19 +321,29 @@ class _Streams:
         They come in the order in which data passes: the masked model's stream goes on with the
         weights given to `use` by then. After the layer the model has its own weights again.
         """
-        first = self.maskings[0].first_layer
+        first, splits_ffn = self.maskings[0].first_layer, self._layouts[0].target == "ffn"
         for index in range(len(self._layers)):
             with whole_weights(self._model, index):
                 if index == first:
                     self._converted = self._dense.clone()
-                self._advance_dense(index)
+                if self._layouts[-1].target == "attention":
+                    runs = [self._before_ffn(self._dense, index, part)[0] for part in self._parts]
+                    self._attended_BTD = torch.cat([part_BTD.cpu() for part_BTD in runs])
+                self._dense.advance(index)
                 if index < first:
                     continue
                 with masked(self._model, self.maskings, only=[index]):
-                    for layout in reversed(self._layouts):  # attention is before the FFN
-                        target = TARGETS[layout.target]
-                        yield index, target, partial(self._problem, index, target, layout)
-                    self._converted.advance(index)
+                    for masking, layout in reversed(
+                        [*zip(self.maskings, self._layouts, strict=True)]
+                    ):
+                        target = TARGETS[layout.target]  # attention is before the FFN
+                        if target.name == "ffn":
+                            self._advance_to_ffn(index)
+                        yield index, target, partial(self._problem, index, target, masking, layout)
+                    if splits_ffn:
+                        self._advance_through_ffn(index)
+                    else:
+                        self._converted.advance(index)
                 while self._own:
                     parameter, weight = self._own.popitem()
                     parameter.data = weight
@@ -314,70 +352,100 @@ class _Streams:
         """Give the model the weights that solve the problem posed last."""
         for name, weight in weights.items():
             parameter = self._model.model.get_parameter(name)
-            self._own[parameter] = parameter.data
+            self._own.setdefault(parameter, parameter.data)
             parameter.data = weight.to(parameter)
 
-    def _advance_dense(self, index: int) -> None:
-        """Advance the dense stream through a layer; the masked model's stays before it."""
-        attended: list[Tensor] = []
-        splits_attention = self.maskings[-1].target == "attention"
-        places = {0: self._after_attention(index)} if splits_attention else {}
-        with input_hooks(places, lambda _, x: attended.append(x.cpu())):
-            self._dense.advance(index)
-        if attended:
-            self._attended_BTD = torch.cat(attended)
+    def _before_ffn(self, stream: Stream, index: int, part: slice) -> tuple[Tensor, Tensor]:
+        """Some rows of a stream after a layer whose FFN gives nothing, and the FFN's inputs."""
+        inputs = list[Tensor]()
 
-    def _problem(self, index: int, target: Target, layout: ExpertLayout) -> LayerProblem:
-        """The problem of one part of the layer that the dense stream went through last."""
-        family, layer, is_ffn = self._model.family, self._layers[index], target.name == "ffn"
-        norm, output = family.norm_after(layer, target), family.output(layer, target)
-        block = family.block(layer, target)
-        dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
-        weight_BT = self._token_weights(dense_BTD)
-        sizes = output.in_features, output.out_features, self._device
-        sums = NormalEquations(*sizes), NormalEquations(*sizes)
-        inputs, wanted = list[Tensor](), list[Tensor]()
-        seen, tapped = dict[int, Tensor](), list[tuple[Tensor, Tensor]]()
-        tap = output.register_forward_hook(
-            lambda module, args, output: tapped.append((args[0].float(), output.float()))
+        def nothing(x: Tensor) -> Tensor:
+            inputs.append(x)
+            return torch.zeros_like(x)
+
+        block = self._model.family.block(self._layers[index], TARGETS["ffn"])
+        with computing({block: nothing}):
+            return stream.after(index, part), inputs[0]
+
+    def _advance_to_ffn(self, index: int) -> None:
+        """Advance the masked model's stream through a layer but for its FFN, whose inputs stay."""
+        self._inputs_BTD = torch.empty_like(self._converted.hidden_BTD)
+        self._wanted_BTD = torch.empty_like(self._converted.hidden_BTD)
+        for part in self._parts:
+            reached_BTD, x_BTD = self._before_ffn(self._converted, index, part)
+            self._wanted_BTD[part] = self._missing(self._dense.hidden_BTD[part], reached_BTD).cpu()
+            self._converted.hidden_BTD[part] = reached_BTD.cpu()
+            self._inputs_BTD[part] = x_BTD.cpu()
+
+    def _missing(self, dense_BTD: Tensor, reached_BTD: Tensor) -> Tensor:
+        """What a part of a layer has to add to its output, before the residual multiplier."""
+        missing_BTD = dense_BTD.to(self._device).float() - reached_BTD.float()
+        return missing_BTD / self._traits.multipliers.residual
+
+    def _advance_through_ffn(self, index: int) -> None:
+        """Add what the FFN gives for its inputs to the masked model's stream."""
+        family, layer, layout = self._model.family, self._layers[index], self._layouts[0]
+        norm, routing = (
+            family.norm_after(layer, TARGETS["ffn"]),
+            Routing(active_experts=layout.active_experts),
         )
-        places = {0: block} | ({} if is_ffn else {1: self._after_attention(index)})
-        with tap, input_hooks(places, seen.__setitem__):
-            for part in self._parts:
-                behind_BTD = self._converted.after(index, part)
-                reached_BTD = behind_BTD if is_ffn else seen[1]
-                missing_BTD = dense_BTD[part].to(self._device).float() - reached_BTD.float()
-                missing_TD = missing_BTD.flatten(0, 1) / self._traits.multipliers.residual
-                hidden_TN, product_TD = (each.flatten(0, -2) for each in tapped.pop())
-                weight_T = weight_BT[part].flatten()
-                if is_ffn and self._config.repair_epochs:
-                    inputs.append(seen[0].flatten(0, 1).cpu())
-                    wanted_TD = missing_TD + norm(product_TD)
-                    wanted.append(wanted_TD.to(self._dense.hidden_BTD))
-                if self._traits.norms_after:
-                    gain_D = family.gain(norm)
-                    missing_TD, scale_T = _before_norm(missing_TD, product_TD, gain_D)
-                    weight_T = weight_T / scale_T.square()
-                sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
+        sparse = SparseFFN(family.ffn(layer), layout, index, routing)
+        for part in self._parts:
+            output_BTD = norm(sparse(self._inputs_BTD[part].to(self._device)))
+            added_BTD = output_BTD * self._traits.multipliers.residual
+            self._converted.hidden_BTD[part] += added_BTD.cpu()
+
+    def _problem(
+        self, index: int, target: Target, masking: Masking, layout: ExpertLayout
+    ) -> LayerProblem:
+        """The problem of one part of the layer that the dense stream went through last."""
+        family, layer = self._model.family, self._layers[index]
+        dense_BTD = self._dense.hidden_BTD if target.name == "ffn" else self._attended_BTD
+        weight_BT = self._token_weights(dense_BTD)
         return LayerProblem(
             layer=index,
-            block=block,
+            block=family.block(layer, target),
             ffn=family.ffn(layer),
             layout=layout,
-            output=output,
-            norm=norm,
-            fitted=sums[0],
-            heldout=sums[1],
-            x_TD=torch.cat(inputs or [torch.empty(0)]),
-            wanted_TD=torch.cat(wanted or [torch.empty(0)]),
+            output=family.output(layer, target),
+            norm=family.norm_after(layer, target),
+            equations=partial(self._equations, index, target, masking, weight_BT),
+            x_TD=self._inputs_BTD.flatten(0, 1),
+            wanted_TD=self._wanted_BTD.flatten(0, 1),
             weight_T=weight_BT.flatten(),
             num_fitted=self._num_fitted * dense_BTD.shape[1],
         )
 
-    def _after_attention(self, index: int) -> nn.Module:
-        """The module that is called with the stream between attention and FFN."""
-        name = "mlp" if self._traits.norms_after else "post_attention_layernorm"
-        return self._layers[index].get_submodule(self._model.family.own_name(name))
+    def _equations(
+        self, index: int, target: Target, masking: Masking, weight_BT: Tensor
+    ) -> tuple[NormalEquations, NormalEquations]:
+        """Sums over the tokens to fit and over those held out."""
+        family, layer, is_ffn = self._model.family, self._layers[index], target.name == "ffn"
+        norm, output = family.norm_after(layer, target), family.output(layer, target)
+        block, split_layer = family.block(layer, target), index - masking.first_layer
+        experts_N = target.of_columns(masking.expert_of_neuron_LN[split_layer], self._model.config)
+        fitted, heldout = (NormalEquations(experts_N, output.out_features) for _ in range(2))
+        tapped = list[tuple[Tensor, Tensor]]()
+        tap = output.register_forward_hook(
+            lambda module, args, output: tapped.append((args[0].float(), output.float()))
+        )
+        with tap:
+            for part in self._parts:
+                if is_ffn:
+                    missing_BTD = self._wanted_BTD[part].to(self._device).float()
+                    missing_BTD -= norm(block(self._inputs_BTD[part].to(self._device)))
+                else:
+                    reached_BTD, _ = self._before_ffn(self._converted, index, part)
+                    missing_BTD = self._missing(self._attended_BTD[part], reached_BTD)
+                missing_TD, weight_T = missing_BTD.flatten(0, 1), weight_BT[part].flatten()
+                hidden_TN, product_TD = (each.flatten(0, -2) for each in tapped.pop())
+                if self._traits.norms_after:
+                    gain_D = family.gain(norm)
+                    missing_TD, scale_T = _before_norm(missing_TD, product_TD, gain_D)
+                    weight_T = weight_T / scale_T.square()
+                sums = heldout if part.start >= self._num_fitted else fitted
+                sums.add(hidden_TN, missing_TD, weight_T)
+        return fitted, heldout
 
     def _token_weights(self, dense_BTD: Tensor) -> Tensor:
         """Token weights [B, T]: 1 / mean square of the stream, over its median and at most 10."""

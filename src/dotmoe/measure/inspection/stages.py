@@ -222,14 +222,21 @@ class Stages:
         )
 
     def repair(self, machine: Accelerator) -> Work:
-        """Three streams; Gram matrices and their solutions; training and its held-out errors.
+        """Two streams, the masked one's FFN twice; training; Gram matrices and their solutions.
 
         A pass of training costs 7/3 forwards of the experts that run; the input needs no gradient.
+        The sums on a CPU leave out experts that do not run, and one triangle.
         """
         sizes, width, tokens = self.sizes, self.sizes.widths.model, self.repair_tokens
         is_ffn, counts = sizes.split.target == "ffn", sizes.counts
-        stream, tried = self.forward(machine, 3 * tokens), SOLUTIONS - 1
-        grams = sum(2 * n * (n + width) * tokens for n in sizes.repaired_inputs)
+        stream, tried = self.forward(machine, (2 + sizes.has_heads) * tokens), SOLUTIONS - 1
+        grams = 0
+        for split, n in zip(sizes.splits, sizes.repaired_inputs, strict=True):
+            always, pairs, columns = n * split.shared_size // split.units, n**2, n
+            if machine.on_cpu:
+                run = (n - always) * split.active_experts // split.num_experts
+                pairs, columns = run * ((n - always) // 2 + always) + always**2, run + always
+            grams += 2 * tokens * (pairs + columns * width)
         solutions = sum(
             (tried + 1) * n**2 * (n // 3 + 2 * width) + tried * 2 * n**2 * width
             for n in sizes.repaired_inputs
@@ -240,10 +247,10 @@ class Stages:
         is_whole = whole_is_faster(device, torch.float32, active, split.expert_size)
         run = int(counts.ffn_total * (1 if is_whole else split.active_fraction))
         a_pass = 14 * run // 3
-        heldout = 3 * 2 * run * tokens // HELD_OUT * (trained > 0)
+        forwards = 2 * run * (tokens + 2 * tokens // HELD_OUT * (trained > 0))
         passes = machine.efficiency.neurons * sizes.widths.ffn * sizes.moe_layers * FLOAT32
         return stream._replace(
-            single=sizes.moe_layers * grams + a_pass * trained + heldout,
+            single=sizes.moe_layers * grams + a_pass * trained + is_ffn * forwards,
             double=sizes.moe_layers * solutions,
             moved=stream.moved + trained * (3 * passes + ADAM_BYTES * counts.ffn_total // BATCH),
         )
