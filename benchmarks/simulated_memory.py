@@ -318,13 +318,9 @@ def _repair(step: Step) -> None:
     blocks: Any = Tokens(step.seq_len)
     dense = on_disk(_described(step), GPU, torch.bfloat16) if step.sharded else _dense(step, None)
     streams = _Streams(dense, (_layout(step.sizes),), blocks, RepairConfig())
-    for index, target, problem in streams.problems():
-        prefix = f"model.layers.{index}.{target.module}"
-
-        def use(weights: Any, prefix: str = prefix) -> None:
-            streams.use({f"{prefix}.{name}": weight.cpu() for name, weight in weights.items()})
-
-        use(_solution(problem(), target, 1, RIDGES[4], use)[0])
+    for _, _, problem in streams.problems():
+        weights, _ = _solution(problem(), 1, RIDGES[4], streams.use)
+        streams.use({name: weight.cpu() for name, weight in weights.items()})
 
 
 def _alignment(step: Step, ranks: Any) -> Alignment:

@@ -202,7 +202,7 @@ PARTS = {
     "repaired on four times the tokens, experts of 16": "the same, more tokens, experts of 16",
     "repaired, then finetuned": "dotmoe, repaired and finetuned",
     "the refit alone": "refit of W_down alone",
-    "trained behind it, 3 passes": "the default: 3 passes of training after it",
+    "trained behind it, 3 passes": "3 passes of training after it",
     "trained, 2 passes of twice the text": "2 passes on twice the text",
 }
 """Names of rows in documents, where files have other ones."""
@@ -350,13 +350,12 @@ def planned() -> list[Any]:
 def on_one_gpu(model: str) -> list[Any]:
     """Memory, and hours of each stage, of conversions of a model on one H100."""
     rows = []
-    for what, recipe, epochs in (
-        ("dotmoe, `--repair-epochs 0`", "default", 0),
-        ("dotmoe", "default", 3),
-        ("DOT-MoE (paper), a quarter active", "paper", 0),
+    for what, recipe, how in (
+        ("dotmoe, `--repair-epochs 0`", "default", RepairConfig(repair_epochs=0)),
+        ("dotmoe", "default", RepairConfig()),
+        ("DOT-MoE (paper), a quarter active", "paper", RepairConfig()),
     ):
-        how = {"gpus": 1, "repairing": RepairConfig(repair_epochs=epochs)}
-        stages = inspected(model, recipe, **how)["conversions"][0]["stages"]
+        stages = inspected(model, recipe, gpus=1, repairing=how)["conversions"][0]["stages"]
         memory = max(stage["memory_total"] for stage in stages)
         took = {stage["stage"]: stage["hours"] for stage in stages}
         rows.append({"what": what, "memory": memory, "took": took})

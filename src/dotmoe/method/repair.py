@@ -106,13 +106,18 @@ class LayerProblem:
     """One FFN or attention under its masks, and what its output lacks to follow the dense model."""
 
     layer: int
+    target: Target
     block: nn.Module
     """The FFN or attention; it runs masked."""
+    name: str
+    """The block's name in the model."""
     ffn: GatedFFN
     """The layer's FFN with its projections apart."""
     layout: ExpertLayout
     output: nn.Linear
     """The block's output projection."""
+    output_name: str
+    """Name of its weight in the model."""
     norm: nn.Module
     """The norm (or identity) between the block and the stream, before a residual multiplier."""
     equations: Callable[[], tuple[NormalEquations, NormalEquations]]
@@ -154,7 +159,7 @@ def refit(
 
 
 def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]:
-    """An FFN's weights after `epochs` passes of Adam over the tokens to fit, by names in the block.
+    """An FFN's weights after `epochs` passes of Adam over the tokens to fit, by name in the model.
 
     Returns also the share of the error on held-out tokens that they leave; no weights and 1 if they
     do not gain.
@@ -203,7 +208,8 @@ def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]
         rows_ND[sparse.neurons_ES] = experts
         if shared is not None:
             rows_ND[sparse.shared_M] = shared
-    return {name: new[id(weight)] for name, weight in own.items()}, after / before
+    weights = {f"{problem.name}.{name}": new[id(weight)] for name, weight in own.items()}
+    return weights, after / before
 
 
 @torch.no_grad()
@@ -243,17 +249,9 @@ def repair(
         checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
         if not checkpoint.is_dir():
             near = next((m["ridge"] for m in reversed(metrics) if m["ridge"]), None)
-            block = f"model.layers.{index}.{target.module}"
+            weights, of_layer = _solution(problem(), config.repair_epochs, near, streams.use)
             dtype = stored.describe(target.output_tensor(index))[1]
-
-            def named(weights: Mapping[str, Tensor], block: str = block) -> dict[str, Tensor]:
-                return {dense.family.own_name(f"{block}.{name}"): w for name, w in weights.items()}
-
-            def use(weights: Mapping[str, Tensor]) -> None:
-                streams.use(named(weights))
-
-            weights, of_layer = _solution(problem(), target, config.repair_epochs, near, use)
-            tensors = {name: weight.to(dtype) for name, weight in named(weights).items()}
+            tensors = {name: weight.to(dtype) for name, weight in weights.items()}
             with complete_folder(checkpoint) as partial_folder:
                 save_tensors(tensors, partial_folder / CHANGED)
                 write_json(partial_folder / METRICS, {"layer": index, **of_layer})
@@ -270,22 +268,20 @@ def repair(
 
 def _solution(
     problem: LayerProblem,
-    target: Target,
     epochs: int,
     near: float | None,
     use: Callable[[Mapping[str, Tensor]], None],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """New weights of one FFN or attention, by their names in it, and metrics."""
+    """New weights of one FFN or attention, by their names in the model, and metrics."""
     weights, error, metrics = dict[str, Tensor](), 1.0, dict[str, Any]()
-    if target.name == "attention":
-        metrics["target"] = target.name
+    if problem.target.name == "attention":
+        metrics["target"] = "attention"
     elif epochs:
         weights, error = train(problem, epochs)
         metrics["trained_error"] = error
         use(weights)
     output_DN, metrics["ridge"], share = refit(problem.output, *problem.equations(), near)
-    weights[f"{target.output_name}.weight"] = output_DN
-    return weights, metrics | {"heldout_error": error * share}
+    return weights | {problem.output_name: output_DN}, metrics | {"heldout_error": error * share}
 
 
 class _Streams:
@@ -404,6 +400,9 @@ class _Streams:
         weight_BT = self._token_weights(dense_BTD)
         return LayerProblem(
             layer=index,
+            target=target,
+            name=family.own_name(f"model.layers.{index}.{target.module}"),
+            output_name=family.own_name(target.output_tensor(index)),
             block=family.block(layer, target),
             ffn=family.ffn(layer),
             layout=layout,

@@ -247,10 +247,11 @@ class Stages:
         is_whole = whole_is_faster(device, torch.float32, active, split.expert_size)
         run = int(counts.ffn_total * (1 if is_whole else split.active_fraction))
         a_pass = 14 * run // 3
-        forwards = 2 * run * (tokens + 2 * tokens // HELD_OUT * (trained > 0))
+        heldout = 2 * 2 * run * tokens // HELD_OUT * (trained > 0)
         passes = machine.efficiency.neurons * sizes.widths.ffn * sizes.moe_layers * FLOAT32
         return stream._replace(
-            single=sizes.moe_layers * grams + a_pass * trained + is_ffn * forwards,
+            held=stream.held + is_ffn * int(2 * counts.ffn_total * split.active_fraction) * tokens,
+            single=sizes.moe_layers * grams + a_pass * trained + heldout,
             double=sizes.moe_layers * solutions,
             moved=stream.moved + trained * (3 * passes + ADAM_BYTES * counts.ffn_total // BATCH),
         )
