@@ -319,7 +319,7 @@ def _repair(step: Step) -> None:
     dense = on_disk(_described(step), GPU, torch.bfloat16) if step.sharded else _dense(step, None)
     streams = _Streams(dense, (_layout(step.sizes),), blocks, RepairConfig())
     for _, _, problem in streams.problems():
-        weights, _ = _solution(problem(), 1, RIDGES[4], streams.use)
+        weights, _ = _solution(streams, problem(), 1, RIDGES[4])
         streams.use({name: weight.cpu() for name, weight in weights.items()})
 
 

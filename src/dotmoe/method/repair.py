@@ -120,8 +120,8 @@ class LayerProblem:
     """Name of its weight in the model."""
     norm: nn.Module
     """The norm (or identity) between the block and the stream, before a residual multiplier."""
-    equations: Callable[[], tuple[NormalEquations, NormalEquations]]
-    """Sums over tokens to fit, and held-out ones, with the weights that the block now has."""
+    expert_of_N: Tensor
+    """Expert of each input of the output projection, a number from 0."""
     x_TD: Tensor
     """Inputs of the FFN, on the CPU; the first `num_fitted` are to fit, the others held out."""
     wanted_TD: Tensor
@@ -249,7 +249,7 @@ def repair(
         checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
         if not checkpoint.is_dir():
             near = next((m["ridge"] for m in reversed(metrics) if m["ridge"]), None)
-            weights, of_layer = _solution(problem(), config.repair_epochs, near, streams.use)
+            weights, of_layer = _solution(streams, problem(), config.repair_epochs, near)
             dtype = stored.describe(target.output_tensor(index))[1]
             tensors = {name: weight.to(dtype) for name, weight in weights.items()}
             with complete_folder(checkpoint) as partial_folder:
@@ -267,10 +267,7 @@ def repair(
 
 
 def _solution(
-    problem: LayerProblem,
-    epochs: int,
-    near: float | None,
-    use: Callable[[Mapping[str, Tensor]], None],
+    streams: "_Streams", problem: LayerProblem, epochs: int, near: float | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """New weights of one FFN or attention, by their names in the model, and metrics."""
     weights, error, metrics = dict[str, Tensor](), 1.0, dict[str, Any]()
@@ -279,8 +276,8 @@ def _solution(
     elif epochs:
         weights, error = train(problem, epochs)
         metrics["trained_error"] = error
-        use(weights)
-    output_DN, metrics["ridge"], share = refit(problem.output, *problem.equations(), near)
+        streams.use(weights)
+    output_DN, metrics["ridge"], share = refit(problem.output, *streams.equations(problem), near)
     return weights | {problem.output_name: output_DN}, metrics | {"heldout_error": error * share}
 
 
@@ -291,7 +288,7 @@ class _Streams:
         self, dense: DenseModel, layouts: Layouts, blocks: TokenBlocks, config: RepairConfig
     ) -> None:
         self.maskings, self._layouts = maskings_of(dense, *layouts), layouts
-        self._model, self._config, self._device = dense, config, dense.device
+        self._model, self._device = dense, dense.device
         self._traits = dense.traits
         self._layers = dense.family.layers(dense.model)
         wanted = repair_tokens(config, splits_in(layouts), dense.config)
@@ -317,26 +314,24 @@ class _Streams:
         They come in the order in which data passes: the masked model's stream goes on with the
         weights given to `use` by then. After the layer the model has its own weights again.
         """
-        first, splits_ffn = self.maskings[0].first_layer, self._layouts[0].target == "ffn"
+        first, layouts = self.maskings[0].first_layer, self._layouts
         for index in range(len(self._layers)):
             with whole_weights(self._model, index):
                 if index == first:
                     self._converted = self._dense.clone()
-                if self._layouts[-1].target == "attention":
+                if layouts[-1].target == "attention":
                     runs = [self._before_ffn(self._dense, index, part)[0] for part in self._parts]
                     self._attended_BTD = torch.cat([part_BTD.cpu() for part_BTD in runs])
                 self._dense.advance(index)
                 if index < first:
                     continue
                 with masked(self._model, self.maskings, only=[index]):
-                    for masking, layout in reversed(
-                        [*zip(self.maskings, self._layouts, strict=True)]
-                    ):
+                    for masking, layout in zip(self.maskings[::-1], layouts[::-1], strict=True):
                         target = TARGETS[layout.target]  # attention is before the FFN
                         if target.name == "ffn":
                             self._advance_to_ffn(index)
                         yield index, target, partial(self._problem, index, target, masking, layout)
-                    if splits_ffn:
+                    if layouts[0].target == "ffn":
                         self._advance_through_ffn(index)
                     else:
                         self._converted.advance(index)
@@ -381,10 +376,8 @@ class _Streams:
     def _advance_through_ffn(self, index: int) -> None:
         """Add what the FFN gives for its inputs to the masked model's stream."""
         family, layer, layout = self._model.family, self._layers[index], self._layouts[0]
-        norm, routing = (
-            family.norm_after(layer, TARGETS["ffn"]),
-            Routing(active_experts=layout.active_experts),
-        )
+        norm = family.norm_after(layer, TARGETS["ffn"])
+        routing = Routing(active_experts=layout.active_experts)
         sparse = SparseFFN(family.ffn(layer), layout, index, routing)
         for part in self._parts:
             output_BTD = norm(sparse(self._inputs_BTD[part].to(self._device)))
@@ -397,7 +390,7 @@ class _Streams:
         """The problem of one part of the layer that the dense stream went through last."""
         family, layer = self._model.family, self._layers[index]
         dense_BTD = self._dense.hidden_BTD if target.name == "ffn" else self._attended_BTD
-        weight_BT = self._token_weights(dense_BTD)
+        expert_of_N = masking.expert_of_neuron_LN[index - masking.first_layer]
         return LayerProblem(
             layer=index,
             target=target,
@@ -408,22 +401,20 @@ class _Streams:
             layout=layout,
             output=family.output(layer, target),
             norm=family.norm_after(layer, target),
-            equations=partial(self._equations, index, target, masking, weight_BT),
+            expert_of_N=target.of_columns(expert_of_N, self._model.config),
             x_TD=self._inputs_BTD.flatten(0, 1),
             wanted_TD=self._wanted_BTD.flatten(0, 1),
-            weight_T=weight_BT.flatten(),
+            weight_T=self._token_weights(dense_BTD).flatten(),
             num_fitted=self._num_fitted * dense_BTD.shape[1],
         )
 
-    def _equations(
-        self, index: int, target: Target, masking: Masking, weight_BT: Tensor
-    ) -> tuple[NormalEquations, NormalEquations]:
-        """Sums over the tokens to fit and over those held out."""
-        family, layer, is_ffn = self._model.family, self._layers[index], target.name == "ffn"
-        norm, output = family.norm_after(layer, target), family.output(layer, target)
-        block, split_layer = family.block(layer, target), index - masking.first_layer
-        experts_N = target.of_columns(masking.expert_of_neuron_LN[split_layer], self._model.config)
-        fitted, heldout = (NormalEquations(experts_N, output.out_features) for _ in range(2))
+    def equations(self, problem: LayerProblem) -> tuple[NormalEquations, NormalEquations]:
+        """Sums over the tokens to fit, and over those held out, with the weights of now."""
+        norm, output, is_ffn = problem.norm, problem.output, problem.target.name == "ffn"
+        fitted, heldout = (
+            NormalEquations(problem.expert_of_N, output.out_features) for _ in range(2)
+        )
+        weight_BT = problem.weight_T.view(self._dense.hidden_BTD.shape[:2])
         tapped = list[tuple[Tensor, Tensor]]()
         tap = output.register_forward_hook(
             lambda module, args, output: tapped.append((args[0].float(), output.float()))
@@ -431,15 +422,15 @@ class _Streams:
         with tap:
             for part in self._parts:
                 if is_ffn:
-                    missing_BTD = self._wanted_BTD[part].to(self._device).float()
-                    missing_BTD -= norm(block(self._inputs_BTD[part].to(self._device)))
+                    output_BTD = norm(problem.block(self._inputs_BTD[part].to(self._device)))
+                    missing_BTD = self._wanted_BTD[part].to(output_BTD).float() - output_BTD
                 else:
-                    reached_BTD, _ = self._before_ffn(self._converted, index, part)
+                    reached_BTD, _ = self._before_ffn(self._converted, problem.layer, part)
                     missing_BTD = self._missing(self._attended_BTD[part], reached_BTD)
                 missing_TD, weight_T = missing_BTD.flatten(0, 1), weight_BT[part].flatten()
                 hidden_TN, product_TD = (each.flatten(0, -2) for each in tapped.pop())
                 if self._traits.norms_after:
-                    gain_D = family.gain(norm)
+                    gain_D = self._model.family.gain(norm)
                     missing_TD, scale_T = _before_norm(missing_TD, product_TD, gain_D)
                     weight_T = weight_T / scale_T.square()
                 sums = heldout if part.start >= self._num_fitted else fitted
