@@ -188,6 +188,7 @@ def conversions(*folders: str) -> Row:
                 "time": results["config"]["time"],
                 "chosen": results["granularity"],
                 "repair_tokens": results["repair"]["tokens"],
+                "repair_epochs": results["config"]["repairing"]["repair_epochs"],
                 "planned_seconds": {each["stage"]: 3600 * each["hours"] for each in plan["stages"]},
                 "seconds": seconds,
                 "planned": 3600 * plan["hours"],
