@@ -42,7 +42,7 @@ def measured(finished, tmp_path_factory):
             if "--text" in proposed:
                 measure(f"{proposed} --max-tokens 600")
             elif "--generate" in proposed:
-                measure(proposed.replace("64", "8"))
+                measure(proposed.replace("--generate 64", "--generate 8"))
             elif "analyse" in proposed:
                 measure(f"{proposed} --tokens 256")
         on_text = f"evaluate {made} --out {made}/6_evaluate --text HELD_OUT.txt"
