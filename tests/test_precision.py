@@ -68,7 +68,9 @@ def solver():
 
 def gram():
     hidden, missing = torch.randn(2, 30, 8)
-    NormalEquations(torch.zeros(8, dtype=torch.long), 8).add(hidden, missing, torch.ones(30))
+    NormalEquations(torch.zeros(8, dtype=torch.long), 8, by_expert=True).add(
+        hidden, missing, torch.ones(30)
+    )
 
 
 def head():

@@ -156,7 +156,7 @@ SLOW = (  # told by the models' own processes
     ("dense glm4_moe", {"context_tokens": (4, 255)}, r"tokens \+ decode_steps is 257"),
     ("run dense", {}, r"run has 12 experts per layer .* 0 and .* Give a dense model"),
     ("dense nowhere", {}, r"nowhere does not exist"),
-    ("dense dense", {}, r"is a dense model, and so is .*: there is no MoE"),
+    ("dense dense", {}, r"DENSE and MOE are both .*dense. Name the MoE"),
     ("wider glm4_moe", {}, r"embedding \[264, 32\], .* 12 and \[264, 64\]"),
 )
 

@@ -43,12 +43,13 @@ def torchrun(*arguments):
 @pytest.mark.parametrize("sharding", ["replicate", "shard"])
 def test_ranks_convert_as_one_does(sharding, tiny_dense, text_file, tmp_path):
     model, runs = tiny_dense("llama", tied=True, num_hidden_layers=3), [tmp_path / n for n in "12"]
-    options = {"repair": [], "micro_batch_size": 1}  # by which the balance of experts is judged
+    # The balance of experts is judged by micro-batches; batches of a training of FFNs differ.
+    options = {"repair": [], "repair_epochs": 0, "micro_batch_size": 1}
     assert run(command(model, runs[0], text_file, **options)) == 0
     arguments = command(model, runs[1], text_file, **options, sharding=sharding)
     finished = torchrun(KEEPING_NOTHING, *arguments)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout.count("Perplexity per token") == 1, "the first rank alone prints"
+    assert finished.stdout.count(" times dense ") == 1, "the first rank alone prints"
     assert finished.stderr.count("align: 6 of 6") == 1
     one, two = (ExpertLayout.load(each / "3_extract/layout.safetensors") for each in runs)
     assert (one.expert_of_neuron_LN != two.expert_of_neuron_LN).float().mean() < 0.01

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from dotmoe.cli import run
+from dotmoe.common.distributed import process_group
 from dotmoe.common.errors import UserError
 from dotmoe.measure.report import RunResults
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.layout import ALWAYS_ON, DROPPED, ExpertLayout
 from dotmoe.method.masked import masked_by
 from dotmoe.method.repair import RIDGES, NormalEquations, refit, repair, repair_tokens
 from dotmoe.models import on_disk
@@ -25,7 +26,7 @@ from dotmoe.text.blocks import TokenBlocks
 from export.comparison import logits_of, masked_logits
 from export.test_dotmoe import OWN
 from heads.families import FAMILIES, head_layout
-from runs import TINY_CONVERT, Forked, TinyRun
+from runs import TINY_CONVERT, Forked, TinyRun, on_ranks
 
 TRAINED = ("llama", "granite", "olmo2", "phi3")
 SCALED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}}
@@ -118,7 +119,7 @@ def test_a_refit_that_held_out_rows_do_not_gain_from_is_zero():
     hidden_TN, missing_TD = torch.randn(50, 6), torch.randn(50, 4)
     sides = {}
     for sign in (1, -1):
-        sides[sign] = NormalEquations(torch.zeros(6, dtype=torch.long), 4)
+        sides[sign] = NormalEquations(torch.zeros(6, dtype=torch.long), 4, by_expert=True)
         sides[sign].add(hidden_TN, sign * missing_TD, torch.ones(50))
     output = torch.nn.Linear(6, 4)
     plain = output.weight.detach().double()
@@ -139,7 +140,8 @@ def test_from_the_ridge_of_the_layer_before_fewer_solutions_find_the_same(steps_
     output = torch.nn.Linear(40, 4)
 
     def found(near=None):
-        fitted, heldout = (NormalEquations(torch.zeros(40, dtype=torch.long), 4) for _ in range(2))
+        of_one = torch.zeros(40, dtype=torch.long)
+        fitted, heldout = (NormalEquations(of_one, 4, by_expert=True) for _ in range(2))
         fitted.add(hidden_TN[:50], missing_TD[:50], torch.ones(50))
         heldout.add(hidden_TN[50:], missing_TD[50:], torch.ones(30))
         return refit(output, fitted, heldout, near)
@@ -155,14 +157,16 @@ def test_from_the_ridge_of_the_layer_before_fewer_solutions_find_the_same(steps_
     assert len(tried) <= 4 + steps_away  # with the last, to all tokens
 
 
-def test_sums_leave_out_the_experts_that_do_not_run():
+@pytest.mark.parametrize("by_expert", [True, False])
+def test_sums_leave_out_the_experts_that_do_not_run(by_expert, monkeypatch):
     """Oracle: the sums written out over all tokens; no expert of the third token runs."""
+    monkeypatch.setattr("dotmoe.method.repair._COLUMNS", 3)
     torch.manual_seed(4)
     expert_of_N = torch.tensor([2, 0, 1, 0, 2, 2, 1, 0])
     runs_TE = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0], [0, 0, 1]])
     z = torch.randn(5, 8) * runs_TE[:, expert_of_N]
     r, w = torch.randn(5, 3), torch.rand(5)
-    sums = NormalEquations(expert_of_N, 3)
+    sums = NormalEquations(expert_of_N, 3, by_expert=by_expert)
     for rows in (slice(0, 2), slice(2, 5)):
         sums.add(z[rows], r[rows], w[rows])
     z, r = (each.double() * w.double()[:, None].sqrt() for each in (z, r))
@@ -258,6 +262,44 @@ def test_weights_on_disk_are_repaired_as_those_in_memory_are(
     assert all(bool(weight.isnan().all()) for weight in stored.model.parameters()), "left again"
 
 
+def repair_as_a_rank(*arguments):
+    with process_group(torch.device("cpu")):
+        repair(*arguments[:-1], folder=arguments[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+@pytest.mark.parametrize(("family", "epochs"), [("llama", 0), ("phi3", 6), ("olmo2", 6)])
+def test_ranks_that_divide_text_and_neurons_repair_as_one_does(
+    family, epochs, dense_of, layout_of, text, tmp_path, monkeypatch
+):
+    """27 rows to fit and 3 held out; a pass is one step, so that both train on the same batches."""
+    monkeypatch.setattr("dotmoe.method.repair.BATCH", 4096)
+    dense, config = dense_of(family), RepairConfig(repair_tokens=960, repair_epochs=epochs)
+    layout = layout_of(dense, 6, active_experts=2, shared_size=18)  # 13 neurons an expert
+    for expert_N in layout.expert_of_neuron_LN:
+        expert_N[(expert_N == ALWAYS_ON).nonzero()[:3]] = DROPPED
+    dropped_LN = layout.expert_of_neuron_LN == DROPPED
+    work, folders = (dense, (layout,), text, config), [tmp_path / n for n in "12"]
+    repair(*work, folder=folders[0])
+    on_ranks(2, repair_as_a_rank, *work, folders[1])
+    one, two = (json.loads((folder / "repair.json").read_text()) for folder in folders)
+    assert one["tokens"] == two["tokens"] == 960
+    for alone, divided in zip(one["layers"], two["layers"], strict=True):
+        assert divided == pytest.approx(alone, rel=2e-3)
+        assert alone["heldout_error"] < 0.95
+    before = dense.model.state_dict()
+    alone, divided = (made(dense, folder).model.state_dict() for folder in folders)
+    for name, weight in before.items():
+        change, error = (weight - alone[name]).abs().mean(), (divided[name] - alone[name]).abs()
+        assert float(error.mean()) <= 0.01 * float(change), name
+        if "gate" in name or "up" in name:  # rows of phi3's are those of two projections
+            kept = [
+                each.unflatten(0, (-1, 96))[:, dropped_LN[int(name[13])]]
+                for each in (weight, divided[name])
+            ]
+            assert torch.equal(*kept), "a dropped neuron has changed"
+
+
 def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path):
     dense = dense_of("llama")
     layout = layout_of(dense, 6, active_experts=6)
@@ -335,10 +377,13 @@ def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text
     assert layers[0] == [marked, *layers[1][1:]], "a layer that was finished is repaired again"
 
 
-def test_too_little_text_is_refused(dense_of, layout_of, text, tmp_path):
+def test_what_cannot_be_repaired_is_refused(dense_of, layout_of, text, tmp_path, monkeypatch):
     dense, blocks = dense_of("llama"), TokenBlocks(text.tokens_BT[:1])
     with pytest.raises(UserError, match="a repair needs two"):
         repair(dense, (layout_of(dense),), blocks, RepairConfig(), folder=tmp_path)
+    monkeypatch.setattr("dotmoe.method.repair.num_ranks", lambda: 9)
+    with pytest.raises(UserError, match="experts have 8 neurons, but 9 ranks"):
+        repair(dense, (layout_of(dense),), text, RepairConfig(), folder=tmp_path)
 
 
 OTHERS = [

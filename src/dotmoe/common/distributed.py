@@ -222,6 +222,22 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def summed_parts(own: Tensor) -> Tensor:
+    """Sum over ranks; in the backward, which must start at the same loss on all, of `own` alone."""
+    if num_ranks() == 1:
+        return own
+    return own - own.detach() + sum_over_ranks(own.detach().clone())
+
+
+def gathered_rows(own: Tensor) -> Tensor:
+    """The rows of all ranks, which have as many each, in the order of ranks; no gradient."""
+    if num_ranks() == 1:
+        return own
+    rows = own.new_empty(num_ranks() * len(own), *own.shape[1:])
+    dist.all_gather_into_tensor(rows, own.contiguous())
+    return rows
+
+
 def group_for_a_thread() -> Group:
     """A new group of all ranks, in which a thread may talk while others do; None without ranks."""
     return dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +14,25 @@ from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dotmoe.common.distributed import in_fast_products, in_float32
+from dotmoe.common.distributed import (
+    broadcast_from_rank_zero,
+    gathered,
+    gathered_rows,
+    in_fast_products,
+    in_float32,
+    is_rank_zero,
+    num_ranks,
+    raise_on_all_ranks,
+    rank,
+    sum_over_ranks,
+    summed_parts,
+)
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits
-from dotmoe.method.layout import ExpertLayout, Layouts, save_layouts, splits_in
+from dotmoe.method.layout import DROPPED, ExpertLayout, Layouts, save_layouts, splits_in
 from dotmoe.method.masked import Masking, masked, maskings_of
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import SparseFFN
@@ -37,7 +49,7 @@ RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties to try, as shares of the mean diagonal of the Gram matrix."""
 SOLUTIONS = 4
 """Solutions that a layer usually takes: three near the last layer's penalty, and the final one."""
-_TOKENS_AN_INPUT, HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
+_TOKENS_AN_INPUT, HELD_OUT, _LARGEST_WEIGHT, _COLUMNS = 40, 8, 10.0, 2_048
 BATCH, _MANY_TOKENS, _RATE, _WARMUP = 512, 50_000, 0.02, 0.1
 """Training: tokens per step (half of it on a text of fewer tokens than `_MANY_TOKENS`), peak
 learning rate as a share of a matrix's root mean square, and share of the steps that warm up."""
@@ -53,15 +65,15 @@ class NormalEquations:
     """Weighted sums over tokens for dW = argmin sum_t w_t ||z_t dW - r_t||^2, in float64.
 
     `expert_of_N` has the expert of each column of z, a number from 0. Where an expert does not run,
-    its columns are zero: on a CPU the sums leave them out. Inside, columns are in the order of the
-    experts, and of z^T z there is the upper triangle.
+    its columns are zero: with `by_expert`, for a CPU, the sums leave them out. Inside, columns are
+    in the order of the experts, and of z^T z there is the upper triangle, by groups of columns.
     """
 
-    def __init__(self, expert_of_N: Tensor, width: int) -> None:
+    def __init__(self, expert_of_N: Tensor, width: int, *, by_expert: bool) -> None:
         zeros = partial(torch.zeros, dtype=torch.float64, device=expert_of_N.device)
-        self._order_N = expert_of_N.argsort(stable=True)
-        self._bounds = [0, len(expert_of_N)]
-        if expert_of_N.device.type == "cpu":
+        self._order_N, self._by_expert = expert_of_N.argsort(stable=True), by_expert
+        self._bounds = [*range(0, len(expert_of_N), _COLUMNS), len(expert_of_N)]
+        if by_expert:
             self._bounds = [0, *expert_of_N.bincount().cumsum(0).tolist()]
         self.gram_NN, self.cross_ND = zeros(2 * expert_of_N.shape), zeros(len(expert_of_N), width)
         self.missing = zeros(())
@@ -74,7 +86,7 @@ class NormalEquations:
         self.missing += (missing_TD * weighted_TD).sum()
         for start, end in pairwise(self._bounds):
             rows_TN, rows_TD, rows_T = hidden_TN[:, start:], weighted_TD, weight_T
-            if len(self._bounds) > 2:
+            if self._by_expert:
                 row_R = rows_TN[:, : end - start].any(1).nonzero().squeeze(1)
                 rows_TN, rows_TD, rows_T = (
                     each.index_select(0, row_R) for each in (rows_TN, rows_TD, rows_T)
@@ -82,6 +94,11 @@ class NormalEquations:
             group_TS = rows_TN[:, : end - start]
             self.cross_ND[start:end] += group_TS.T @ rows_TD
             self.gram_NN[start:end, start:] += (group_TS * rows_T[:, None]).T @ rows_TN
+
+    def sum_over_ranks(self) -> None:
+        """Add the sums of all ranks, which must call this together; all have them afterwards."""
+        for sums in (self.gram_NN, self.cross_ND, self.missing):
+            sum_over_ranks(sums)
 
     def solved(self, ridge: float) -> Float[Tensor, "N D"]:
         """The solution with a penalty on its square: `ridge` (above 0) times the mean diagonal."""
@@ -123,7 +140,10 @@ class LayerProblem:
     expert_of_N: Tensor
     """Expert of each input of the output projection, a number from 0."""
     x_TD: Tensor
-    """Inputs of the FFN, on the CPU; the first `num_fitted` are to fit, the others held out."""
+    """Inputs of the FFN, on the CPU; the first `num_fitted` are to fit, the others held out.
+
+    Each rank has tokens of its own, as many as the others.
+    """
     wanted_TD: Tensor
     """What the FFN, with its norm, should give, on the CPU."""
     weight_T: Tensor
@@ -161,6 +181,7 @@ def refit(
 def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]:
     """An FFN's weights after `epochs` passes of Adam over the tokens to fit, by name in the model.
 
+    Each rank trains some neurons of every expert, on the tokens of all ranks, and gets all weights.
     Returns also the share of the error on held-out tokens that they leave; no weights and 1 if they
     do not gain.
     """
@@ -168,19 +189,20 @@ def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]
     device = problem.weight_T.device
 
     def error(rows_T: Tensor) -> Tensor:
-        output_TD: Tensor = problem.norm(sparse(x_TD[rows_T].to(device).float()))
-        square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
-        return (square_T * problem.weight_T[rows_T.to(device)]).sum()
+        given = (x_TD[rows_T], wanted_TD[rows_T], problem.weight_T[rows_T.to(device)])
+        read_TD, target_TD, weight_T = (gathered_rows(each.to(device)) for each in given)
+        output_TD: Tensor = problem.norm(summed_parts(sparse(read_TD.float())))
+        return ((output_TD - target_TD).square().sum(1) * weight_T).sum()
 
     def heldout_error() -> float:
-        parts = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
+        parts = torch.split(torch.arange(num, len(x_TD)), max(1, TOKENS_AT_ONCE // ranks))
         return sum(float(error(rows_T)) for rows_T in parts)
 
     own = dict(problem.block.named_parameters())
     new = {id(weight): weight.detach().to(torch.float32, copy=True) for weight in own.values()}
     ffn = copy.deepcopy(problem.ffn, new)  # with these copies of its weights
-    routing = Routing(active_experts=problem.layout.active_experts)
-    sparse = SparseFFN(ffn, problem.layout, problem.layer, routing)
+    ranks, part = num_ranks(), _own_neurons(problem.layout, problem.layer)
+    sparse = SparseFFN(ffn, part, 0, Routing(active_experts=part.active_experts))
     sparse.router.requires_grad_(False)
     before = heldout_error()
     groups, rows = list[dict[str, Any]](), [ffn.gate.weight, ffn.up.weight, ffn.down.weight.T]
@@ -188,7 +210,8 @@ def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]
         rate = _RATE * float(rows_ND.square().mean().sqrt())
         groups.append({"params": [part for part in parts if part is not None], "lr": rate})
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    batch = BATCH if num >= _MANY_TOKENS else BATCH // 2  # else steps are too few
+    batch = BATCH if num * ranks >= _MANY_TOKENS else BATCH // 2  # else steps are too few
+    batch = max(1, batch // ranks)
     steps = epochs * (a_pass := math.ceil(num / batch))
     warmed = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed)
@@ -197,19 +220,39 @@ def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]
         if step % a_pass == 0:
             batches = torch.split(torch.randperm(num, generator=generator), batch)
         with torch.enable_grad():
-            loss = error(batches[step % a_pass]) / batch
+            loss = error(batches[step % a_pass]) / (batch * ranks)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
     if not (after := heldout_error()) < before:
         return {}, 1.0
+    is_others_N = part.expert_of_neuron_LN[0] == DROPPED
+    if is_rank_zero():  # which gives all ranks the neurons that no expert has
+        is_others_N &= problem.layout.expert_of_neuron_LN[problem.layer] != DROPPED
+    _put_back(sparse, rows, is_others_N.to(device))
+    weights = {f"{problem.name}.{name}": new[id(weight)] for name, weight in own.items()}
+    return weights, after / before
+
+
+def _put_back(sparse: SparseFFN, rows: list[Tensor], is_others_N: Tensor) -> None:
+    """Write the neurons of all ranks into the rows, [N, D], of gate, up and down."""
     for (_, experts, shared), rows_ND in zip(sparse.weights(), rows, strict=True):
         rows_ND[sparse.neurons_ES] = experts
         if shared is not None:
             rows_ND[sparse.shared_M] = shared
-    weights = {f"{problem.name}.{name}": new[id(weight)] for name, weight in own.items()}
-    return weights, after / before
+        rows_ND[is_others_N] = 0
+        rows_ND.copy_(sum_over_ranks(rows_ND.contiguous()))
+
+
+def _own_neurons(layout: ExpertLayout, layer: int) -> ExpertLayout:
+    """One layer with the neurons that this rank trains, of each expert as many; no others."""
+    numbers = (layout.neurons_of_expert(layer).T, layout.shared_neurons(layer))
+    own = torch.cat([each.tensor_split(num_ranks())[rank()].flatten() for each in numbers])
+    whole_N = layout.expert_of_neuron_LN[layer]
+    own_N = torch.full_like(whole_N, DROPPED).index_copy_(0, own, whole_N[own])
+    router_ED = layout.router_LED[layer]
+    return replace(layout, expert_of_neuron_LN=own_N[None], router_LED=router_ED[None])
 
 
 @torch.no_grad()
@@ -231,8 +274,8 @@ def repair(
     relative to its size. Every 8th row of text is held out to choose the penalty. With
     `repair_epochs`, Adam before it trains all projections of an FFN to the same end on the other
     rows; a layer where held-out rows do not gain from that has the refit alone. A stopped process
-    resumes after the finished layers, with the same result. The weights of `dense` are in memory or
-    on disk, and unchanged afterwards.
+    resumes after the finished layers, with the same result. Ranks divide the text and call this
+    together. The weights of `dense` are in memory or on disk, and unchanged afterwards.
 
     `folder` receives the new projections in the dtypes of the source (`CHANGES`, to be read by
     `trained_model`), `layout.safetensors` and `repair.json`.
@@ -240,30 +283,50 @@ def repair(
     Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
     (and, with attention, each `target`) the `ridge`, None for no refit, and the `heldout_error`, a
     share of that of the masked dense weights; after training alone it is the `trained_error`.
-    Raises a `UserError` if there is too little text.
+    Raises a `UserError` if there is too little text, or ranks are more than neurons of an expert.
     """
     dense.require("memory", "disk")
+    raise_on_all_ranks(lambda: _require_parts(layouts[0], config))
     streams, stored = _Streams(dense, layouts, blocks, config), Tensors.of(dense)
     metrics = list[dict[str, Any]]()
     for index, target, problem in streams.problems():
         checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
-        if not checkpoint.is_dir():
+        if not broadcast_from_rank_zero(checkpoint.is_dir):
             near = next((m["ridge"] for m in reversed(metrics) if m["ridge"]), None)
             weights, of_layer = _solution(streams, problem(), config.repair_epochs, near)
             dtype = stored.describe(target.output_tensor(index))[1]
             tensors = {name: weight.to(dtype) for name, weight in weights.items()}
-            with complete_folder(checkpoint) as partial_folder:
-                save_tensors(tensors, partial_folder / CHANGED)
-                write_json(partial_folder / METRICS, {"layer": index, **of_layer})
+            written = {"layer": index, **of_layer}
+            broadcast_from_rank_zero(partial(_write, checkpoint, tensors, written))
         metrics.append(read_json(checkpoint / METRICS))
         streams.use(load_file(checkpoint / CHANGED))
         error = f"error {metrics[-1]['heldout_error']:.3f}"
         on_progress(index + 1, layouts[0].num_layers, error)
-    save_layouts(layouts, folder)
     served = [layout.active_experts for layout in layouts]
     record = {"tokens": streams.num_tokens, "active_experts": served, "layers": metrics}
-    write_json(folder / METRICS, record)
+
+    def finish() -> None:
+        save_layouts(layouts, folder)
+        write_json(folder / METRICS, record)
+
+    broadcast_from_rank_zero(finish)
     return record
+
+
+def _require_parts(layout: ExpertLayout, config: RepairConfig) -> None:
+    """Refuse to train more parts of an expert than it has neurons."""
+    if config.repair_epochs and layout.target == "ffn" and layout.expert_size < num_ranks():
+        raise UserError(
+            f"experts have {layout.expert_size} neurons, but {num_ranks()} ranks divide each to "
+            f"train it. Start at most {layout.expert_size} ranks, or give --repair-epochs 0."
+        )
+
+
+def _write(checkpoint: Path, tensors: dict[str, Tensor], metrics: dict[str, Any]) -> None:
+    """Write what one layer got, whole or not at all."""
+    with complete_folder(checkpoint) as partial_folder:
+        save_tensors(tensors, partial_folder / CHANGED)
+        write_json(partial_folder / METRICS, metrics)
 
 
 def _solution(
@@ -292,12 +355,16 @@ class _Streams:
         self._traits = dense.traits
         self._layers = dense.family.layers(dense.model)
         wanted = repair_tokens(config, splits_in(layouts), dense.config)
-        tokens_BT, self._num_fitted = _drawn(blocks, wanted)
+        drawn = raise_on_all_ranks(lambda: _drawn(blocks, wanted))
+        self.num_tokens = sum(rows_BT.numel() for rows_BT in drawn)
+        (fitted_BT, counts_B), (heldout_BT, heldout_counts_B) = map(_own_rows, drawn)
+        tokens_BT, self._num_fitted = torch.cat([fitted_BT, heldout_BT]), len(fitted_BT)
+        self._counts_B = torch.cat([counts_B, heldout_counts_B])
+        """Whether each row of this rank counts, and does not only fill its share."""
         rows, num = max(1, TOKENS_AT_ONCE // blocks.seq_len), self._num_fitted
         # Rows that run at once are either all fitted or all held out.
         self._parts = [slice(row, min(row + rows, num)) for row in range(0, num, rows)]
         self._parts += [slice(row, row + rows) for row in range(num, len(tokens_BT), rows)]
-        self.num_tokens = tokens_BT.numel()
         self._dense = self._converted = Stream(dense, tokens_BT, self._parts)
         self._attended_BTD = torch.empty(0)
         """The dense stream between attention and FFN of the layer it went through last."""
@@ -411,9 +478,8 @@ class _Streams:
     def equations(self, problem: LayerProblem) -> tuple[NormalEquations, NormalEquations]:
         """Sums over the tokens to fit, and over those held out, with the weights of now."""
         norm, output, is_ffn = problem.norm, problem.output, problem.target.name == "ffn"
-        fitted, heldout = (
-            NormalEquations(problem.expert_of_N, output.out_features) for _ in range(2)
-        )
+        sizes, on_cpu = (problem.expert_of_N, output.out_features), self._device.type == "cpu"
+        fitted, heldout = (NormalEquations(*sizes, by_expert=on_cpu) for _ in range(2))
         weight_BT = problem.weight_T.view(self._dense.hidden_BTD.shape[:2])
         tapped = list[tuple[Tensor, Tensor]]()
         tap = output.register_forward_hook(
@@ -435,17 +501,20 @@ class _Streams:
                     weight_T = weight_T / scale_T.square()
                 sums = heldout if part.start >= self._num_fitted else fitted
                 sums.add(hidden_TN, missing_TD, weight_T)
+        fitted.sum_over_ranks()
+        heldout.sum_over_ranks()
         return fitted, heldout
 
     def _token_weights(self, dense_BTD: Tensor) -> Tensor:
         """Token weights [B, T]: 1 / mean square of the stream, over its median and at most 10."""
         parts = [1 / dense_BTD[part].float().square().mean(2) for part in self._parts]
-        weight_BT = torch.cat(parts)
-        return (weight_BT / weight_BT.median()).clamp(max=_LARGEST_WEIGHT).to(self._device)
+        weight_BT, counts_B1 = torch.cat(parts), self._counts_B[:, None]
+        median = torch.cat(gathered(weight_BT.where(counts_B1, torch.nan))).nanmedian()
+        return ((weight_BT / median).clamp(max=_LARGEST_WEIGHT) * counts_B1).to(self._device)
 
 
-def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
-    """Rows drawn evenly over the text, every 8th (held out) put last; and how many are fitted."""
+def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Rows drawn evenly over the text: those to fit, and every 8th, which is held out."""
     if blocks.num_blocks < 2:
         raise UserError(
             f"the text gives 1 block of {blocks.seq_len} tokens, but a repair needs two, one of "
@@ -454,7 +523,14 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
     tokens_BT = blocks.drawn(max(num_tokens, 2 * blocks.seq_len))
     rows = len(tokens_BT)
     is_heldout = torch.arange(rows) % HELD_OUT == min(rows, HELD_OUT) - 1
-    return torch.cat([tokens_BT[~is_heldout], tokens_BT[is_heldout]]), int((~is_heldout).sum())
+    return tokens_BT[~is_heldout], tokens_BT[is_heldout]
+
+
+def _own_rows(rows_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """As many rows as every rank has, and which of them count: the others fill the share."""
+    ranks, num = num_ranks(), len(rows_BT)
+    number_B = torch.arange(rank(), math.ceil(num / ranks) * ranks, ranks)
+    return rows_BT[number_B % num], number_B < num
 
 
 def _before_norm(missing_TD: Tensor, product_TD: Tensor, gain_D: Tensor) -> tuple[Tensor, Tensor]:

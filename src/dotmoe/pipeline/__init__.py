@@ -94,7 +94,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     """Convert a dense model; stages that are finished in the run folder are not run again.
 
     Under torchrun every rank calls it, and all must see the same run folder. Only rank zero writes
-    and prints. After the alignment the other ranks return, and rank zero continues alone.
+    and prints. After the repair the other ranks return, and rank zero continues alone.
 
     Raises:
         UserError: The input is bad, or another process uses the run folder. After any exception a
@@ -116,16 +116,16 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             states = None
             if config.method == "dot_moe" or config.align.steps:
                 states = _align(run, dense, splits, _calibrate(run, dense, splits))
+            extracted = _extract(run, dense, splits, states)
+            layouts = tuple(each.layout for each in extracted)
+            metrics: dict[str, Any] = {"steps": 0 if states is None else states[0].step}
+            if dense.weights == "shards":
+                dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
+            if config.repair:
+                metrics["repair"] = run.repair(dense, layouts)
         if not run.is_rank_zero:
             return run.conversion()
-        if dense.weights == "shards":  # on ranks that have returned
-            dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
-        extracted = _extract(run, dense, splits, states)
-        layouts, weights = tuple(each.layout for each in extracted), dense
-        metrics: dict[str, Any] = {"steps": 0 if states is None else states[0].step}
-        if config.repair:
-            metrics["repair"] = run.repair(dense, layouts)
-            weights = run.trained("repair", dense)
+        weights = run.trained("repair", dense) if config.repair else dense
         run.export(dense, weights, layouts)
         run.evaluate(dense, layouts, lambda: metrics | _measure_unexported(run, dense, extracted))
         return run.conversion()
@@ -554,7 +554,8 @@ def _extract(run: _Run, dense: DenseModel, splits: Splits, states: States | None
         if states is None:
             return _split_by_baseline(run, dense, splits)
         pairs, how = zip(states, splits, strict=True), run.config.assignment
-        return tuple(Baseline(layout=extract(state, split, how)) for state, split in pairs)
+        extracted = (Baseline(layout=extract(state, split, how)) for state, split in pairs)
+        return broadcast_from_rank_zero(lambda: tuple(extracted))
 
     load, save = baselines.load_baselines, baselines.save_baselines
     return run.stage("extract", load, make, save=save)

@@ -87,6 +87,12 @@ class Accelerator:
             return self
         return replace(self, dtype=dtype, flops_per_s=self.single_flops_per_s)
 
+    def link(self, gpus: int, nodes: int) -> float:
+        """Bytes per second that a collective between GPUs is assumed to reach."""
+        # Between nodes all GPUs of a node receive for each other, so their links add up.
+        network = gpus * self.network_bytes_per_s if nodes > 1 else self.link_bytes_per_s
+        return LINK_SHARE * min(self.link_bytes_per_s, network)
+
     @property
     def held(self) -> Literal[2, 4]:
         """Bytes of a dense weight in its memory."""
@@ -274,10 +280,7 @@ def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict
     """
     parts, memory = seconds(step, machine), step_memory(step)
     if step.ranks > 1:
-        # Between nodes all GPUs of a node receive for each other, so their links add up.
-        network = gpus * machine.network_bytes_per_s if nodes > 1 else machine.link_bytes_per_s
-        rate = LINK_SHARE * min(machine.link_bytes_per_s, network)
-        communication = (1 - 1 / step.ranks) * traffic(step) / rate
+        communication = (1 - 1 / step.ranks) * traffic(step) / machine.link(gpus, nodes)
         parts["waiting for communication"] = max(0.0, communication - sum(parts.values()))
     step_s = sum(parts.values())
     place = "offloaded" if step.offload else "sharded" if step.sharded else "whole"

@@ -1,8 +1,9 @@
 """What each stage of a conversion costs, and the choices of a repair beside each other.
 
 The time of a stage is that of its matrix products, by dtype, of the bytes that its other operations
-move, and of what it reads from disk and tokenises. Only alignment and finetuning use more than one
-GPU. Passes and shares are those of `planner`; what is fitted or assumed is in `UNMEASURED`.
+move, and of what it reads from disk and tokenises. Alignment, repair and finetuning use all GPUs,
+the other stages one. Passes and shares are those of `planner`; what is fitted or assumed is in
+`UNMEASURED`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -64,9 +65,11 @@ class Work(NamedTuple):
     disk: int = 0
     tokens: int = 0
     """Number of tokens that are tokenised."""
+    exchanged: int = 0
+    """Bytes that each of several devices gives to the others."""
 
-    def hours(self, machine: Accelerator) -> float:
-        """Hours on one device of this machine."""
+    def hours(self, machine: Accelerator, link: float) -> float:
+        """Hours on one device of this machine, with a link to others of that many bytes/s."""
         share = machine.efficiency
         products = (
             self.held / machine.flops_per_s
@@ -75,6 +78,7 @@ class Work(NamedTuple):
         )
         moved = self.moved / (share.moved * machine.bytes_per_s)
         rest = self.disk / DISK_BYTES_PER_S + self.tokens / TOKENS_PER_S
+        rest += self.exchanged / link if link else 0
         return (products / share.products + moved + rest) / 3_600
 
 
@@ -142,13 +146,13 @@ class Stages:
         rows: list[dict[str, Any]] = [
             {
                 "stage": name,
-                "hours": work.hours(machine),
+                "hours": work.hours(machine, machine.link(gpus, nodes)),
                 "memory": items,
                 "memory_total": sum(items.values())
                 - (0 if machine.on_cpu else items.get(STREAMS, 0)),
                 "disk": written,
             }
-            for name, work, whole, written in self._all(machine)
+            for name, work, whole, written in self._all(machine, gpus * nodes)
             for items in [self._as_placed(whole, name, machine, gpus * nodes)]
         ]
         if align is not None:
@@ -221,18 +225,19 @@ class Stages:
             moved=stream.moved + layers * (tokens * passes + solver),
         )
 
-    def repair(self, machine: Accelerator) -> Work:
+    def repair(self, machine: Accelerator, ranks: int) -> Work:
         """Two streams, the masked one's FFN twice; training; Gram matrices and their solutions.
 
         A pass of training costs 7/3 forwards of the experts that run; the input needs no gradient.
-        The sums on a CPU leave out experts that do not run, and one triangle.
+        The sums are of one triangle, and on a CPU of the experts that run. Ranks divide tokens, and
+        for the training neurons, for which they exchange its inputs and outputs.
         """
-        sizes, width, tokens = self.sizes, self.sizes.widths.model, self.repair_tokens
+        sizes, width, tokens = self.sizes, self.sizes.widths.model, -(-self.repair_tokens // ranks)
         is_ffn, counts = sizes.split.target == "ffn", sizes.counts
         stream, tried = self.forward(machine, (2 + sizes.has_heads) * tokens), SOLUTIONS - 1
         grams = 0
         for split, n in zip(sizes.splits, sizes.repaired_inputs, strict=True):
-            always, pairs, columns = n * split.shared_size // split.units, n**2, n
+            always, pairs, columns = n * split.shared_size // split.units, n**2 // 2, n
             if machine.on_cpu:
                 run = (n - always) * split.active_experts // split.num_experts
                 pairs, columns = run * ((n - always) // 2 + always) + always**2, run + always
@@ -249,11 +254,18 @@ class Stages:
         a_pass = 14 * run // 3
         heldout = 2 * 2 * run * tokens // HELD_OUT * (trained > 0)
         passes = machine.efficiency.neurons * sizes.widths.ffn * sizes.moe_layers * FLOAT32
+        updated = trained * counts.ffn_total // BATCH  # by all steps, on one rank
+        matrices = sizes.moe_layers * sum(2 * n**2 for n in sizes.repaired_inputs)
+        training = a_pass * trained + heldout
+        in_tf32 = machine.held == 2 and not machine.on_cpu  # at half the rate of bfloat16
+        again = is_ffn * int(2 * counts.ffn_total * split.active_fraction) * tokens
         return stream._replace(
-            held=stream.held + is_ffn * int(2 * counts.ffn_total * split.active_fraction) * tokens,
-            single=sizes.moe_layers * grams + a_pass * trained + heldout,
+            held=stream.held + again + in_tf32 * 2 * training,
+            single=sizes.moe_layers * grams + (not in_tf32) * training,
             double=sizes.moe_layers * solutions,
-            moved=stream.moved + trained * (3 * passes + ADAM_BYTES * counts.ffn_total // BATCH),
+            moved=stream.moved + trained * 3 * passes + ADAM_BYTES * updated,
+            exchanged=(ranks - 1) * (3 * FLOAT32 * width * sizes.moe_layers * trained)
+            + 2 * (ranks - 1) * 2 * FLOAT32 * matrices // ranks,
         )
 
     def export(self, machine: Accelerator) -> Work:
@@ -277,7 +289,7 @@ class Stages:
             disk=sum(exported_bytes(self.sizes).values()),
         )
 
-    def _all(self, machine: Accelerator) -> Iterator[tuple[str, Work, Items, int]]:
+    def _all(self, machine: Accelerator, ranks: int) -> Iterator[tuple[str, Work, Items, int]]:
         """Name, work on one device, memory and bytes written of each stage but the alignment."""
         sizes, held = self.sizes, machine.held
         trainables = sizes.affinities + sizes.counts.routers
@@ -292,9 +304,10 @@ class Stages:
         units = sizes.widths.layers * sum(split.units for split in sizes.splits)
         yield "extraction", Work(), {}, FLOAT32 * (units + sizes.counts.routers)
         if self.repair_tokens:
-            memory, weights = repair_memory(sizes, self.repair_tokens, held), sizes.repaired
+            memory = repair_memory(sizes, -(-self.repair_tokens // ranks), held)
+            weights = sizes.repaired
             written = sizes.stored.itemsize * weights * (3 if self.repair_epochs else 1)
-            yield "repair", self.repair(machine), memory, written
+            yield "repair", self.repair(machine, ranks), memory, written
         memory = export_memory(sizes, self.verify_tokens, held)
         yield "export", self.export(machine), memory, sum(exported_bytes(sizes).values())
         yield "evaluation", self.evaluate(machine), evaluation_memory(sizes, held), 0
