@@ -227,5 +227,8 @@ def test_refuses_what_is_not_there_before_reading_any(tmp_path):
     config = DataConfig(data=(str(present), str(tmp_path / "trian.txt")))
     with pytest.raises(UserError, match=f"trian.txt does not exist. Did you mean {present}?"):
         documents(config)
+    config = DataConfig(data=(str(present), str(write(tmp_path / "a.docx", "x"))))
+    with pytest.raises(UserError, match=r"a\.docx is none of"):
+        documents(config)
     assert "~no-such-user/a.txt does not exist" in refusal_of("~no-such-user/a.txt")
     assert "does not exist" in refusal_of("a text instead of a name, " * 99)

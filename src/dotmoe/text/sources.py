@@ -143,11 +143,16 @@ def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[s
 
 
 def local_files(source: str) -> list[Path]:
-    """Files that a source consists of; none for one that is not local, or `datasets` reads."""
+    """Files that a source consists of; none for one that is not local, or `datasets` reads.
+
+    Raises `UserError` for a file of an unknown format, or a folder without text.
+    """
     name, split, _ = _split_name(source)
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):
         return _files_in(path, split)
+    if os.path.isfile(path) and _reader_of(path) is None:
+        raise UserError(f"{path} is none of {FORMATS}. Convert it to one of them.")
     return [path] if os.path.isfile(path) else []
 
 
@@ -352,12 +357,11 @@ def _with_text(source: str, files: list[Path], rows: "_RowText") -> Iterator[str
 
 
 def file_documents(path: Path, rows: "_RowText") -> Iterator[str]:
-    """Stream the documents of one file; its suffix gives the format.
+    """Stream the documents of one file, whose suffix gives the format.
 
-    Raises `UserError` if the format is unknown, or the file unreadable, damaged or not text.
+    Raises `UserError` if it is unreadable, damaged or not text.
     """
-    if (read := _reader_of(path)) is None:
-        raise UserError(f"{path} is none of {FORMATS}. Convert it to one of them.")
+    read: Any = _reader_of(path)
     compression = _COMPRESSIONS.get(path.suffix.lower())
     try:
         with path.open("rb") as raw:
