@@ -1,7 +1,9 @@
 """Repair of W_down and W_O. Oracles: NumPy's least squares, the dense model."""
 
+import copy
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -300,6 +302,17 @@ def test_ranks_that_divide_text_and_neurons_repair_as_one_does(
                 for each in (weight, divided[name])
             ]
             assert torch.equal(*kept), "a dropped neuron has changed"
+
+
+@pytest.mark.gpu
+def test_a_gpu_repairs_as_the_cpu_does(dense_of, layout_of, text, tmp_path):
+    dense, config = dense_of("llama"), RepairConfig(repair_tokens=960, repair_epochs=2)
+    errors = []
+    for place in ("cpu", "cuda"):
+        there = replace(dense, model=copy.deepcopy(dense.model).to(place))
+        found = repair(there, (layout_of(dense),), text, config, folder=tmp_path / place)
+        errors.append([layer["heldout_error"] for layer in found["layers"]])
+    assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
 def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path):

@@ -185,8 +185,8 @@ def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]
     Returns also the share of the error on held-out tokens that they leave; no weights and 1 if they
     do not gain.
     """
-    x_TD, wanted_TD, num = problem.x_TD, problem.wanted_TD, problem.num_fitted
-    device = problem.weight_T.device
+    num, device = problem.num_fitted, problem.weight_T.device
+    x_TD, wanted_TD = _near(device, problem.x_TD, problem.wanted_TD)
 
     def error(rows_T: Tensor) -> Tensor:
         given = (x_TD[rows_T], wanted_TD[rows_T], problem.weight_T[rows_T.to(device)])
@@ -233,6 +233,14 @@ def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]
     _put_back(sparse, rows, is_others_N.to(device))
     weights = {f"{problem.name}.{name}": new[id(weight)] for name, weight in own.items()}
     return weights, after / before
+
+
+def _near(device: torch.device, *held: Tensor) -> tuple[Tensor, ...]:
+    """The tensors on a GPU if they take at most half of its free memory, else where they are."""
+    # A step reads a few rows: they would come over the link as slowly as the step computes.
+    size = sum(each.nbytes for each in held)
+    fits = device.type == "cuda" and 2 * size <= torch.cuda.mem_get_info(device)[0]
+    return tuple(each.to(device) for each in held) if fits else held
 
 
 def _put_back(sparse: SparseFFN, rows: list[Tensor], is_others_N: Tensor) -> None:
