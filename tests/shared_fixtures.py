@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from dotmoe.cli import run
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.write import export
+from dotmoe.method.calibrate import ROUNDS
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from runs import (
     REQUIRED,
@@ -79,10 +80,19 @@ def _no_network():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_pictures():
-    """Reports have no picture, which takes a tenth of a tiny run; in `report` they have."""
+def _short_runs():
+    """Without pictures of reports, but in `report`, and with two rounds of a start from data."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dotmoe.measure.report.page.quality_svg", lambda *figures: b"<svg/>")
+        patch.setattr("dotmoe.method.calibrate.ROUNDS", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_rounds():
+    """A module that uses this has all rounds of a start from data."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dotmoe.method.calibrate.ROUNDS", ROUNDS)
         yield
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 import dotmoe
 from runs import Forked, TinyRun
 
+pytestmark = pytest.mark.usefixtures("all_rounds")
 FINETUNE = {
     "steps": 20,
     "batch_size": 4,

@@ -57,8 +57,8 @@ def alone(model, tmp_path_factory):
 def two(alone, model, tmp_path_factory):
     """What two ranks see, in one start of them, after it; one of their runs one rank has begun."""
     folder = tmp_path_factory.mktemp("two")
-    watched_run(str(model), folder / "resumed", stop_after=5)  # with a checkpoint of 4
-    runs = VARIANTS | {"resumed": {}, "stopped": {"stop_after": 5}}
+    watched_run(str(model), folder / "resumed", stop_after=3)  # with a checkpoint of 2
+    runs = VARIANTS | {"resumed": {}, "stopped": {"stop_after": 3}}
     jobs = {
         name: (watched_run, {"model": str(model), "folder": folder / name} | options)
         for name, options in runs.items()
@@ -77,8 +77,8 @@ def test_two_ranks_align_as_one_does(variant, two, alone):
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(two, model, alone):
-    require_same_alignment(two["resumed"], alone, first_step=5)
-    require_same_alignment([watched_run(str(model), two["folder"] / "stopped")], alone, 5)
+    require_same_alignment(two["resumed"], alone, first_step=3)
+    require_same_alignment([watched_run(str(model), two["folder"] / "stopped")], alone, 3)
 
 
 def test_a_rank_reads_its_rows_and_nothing_else(two, model):

@@ -16,6 +16,7 @@ from dotmoe.cli import run
 from dotmoe.method.layout import ExpertLayout
 from runs import PATIENCE_S, TINY_CONVERT, words
 
+pytestmark = pytest.mark.usefixtures("all_rounds")  # which torchrun's processes have
 KEEPING_NOTHING = Path(__file__).with_name("keeping_nothing.py")
 """Script that is `dotmoe`, but keeps no weights of tiny models that are left on disk."""
 

@@ -28,7 +28,7 @@ from dotmoe.training.config import TrainingConfig
 from dotmoe.training.loop import train
 from runs import loaded
 
-E, K, STEPS = 12, 3, 8
+E, K, STEPS = 12, 3, 4
 CONFIG = AlignConfig(
     steps=STEPS, batch_size=8, micro_batch_size=2, lr=1e-2, warmup_ratio=0.3, max_epochs=10
 )
@@ -83,7 +83,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
             raise StoppedError
 
     with suppress(StoppedError), masked(dense, task.maskings), recomputing(dense, recompute):
-        train(task, Path(folder), TrainingConfig(checkpoint_every=4), on_step)
+        train(task, Path(folder), TrainingConfig(checkpoint_every=2), on_step)
     return {
         "start": (start.affinity_LNE, start.router_LED),
         "gradients": tuple(full_tensor(p.grad) for p in learned_by(first)),
