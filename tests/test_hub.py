@@ -78,7 +78,7 @@ def test_a_model_can_be_named_at_a_commit(hub, model, text_file, command):
     for name, seen in ((NAME, tokens // 2), (f"{NAME}@{first}", tokens)):
         told = command("inspect", name, json=[], expert_size=8)
         assert json.loads(told.out)["model"] == name, told.err
-        found = command("evaluate", name, text=text_file, window=seen)
+        found = command("evaluate", name, text=text_file, window=seen, max_tokens=600)
         assert found.status == 0, found.err
         assert command("evaluate", name, text=text_file, window=seen + 1).status == 2
     hub.offline()

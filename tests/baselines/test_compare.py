@@ -147,7 +147,7 @@ def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense,
     """Masked, projected or as a checkpoint; oracle: the checkpoints in stock Transformers."""
     other, model = tmp_path / "other.txt", tiny_dense("llama")
     other.write_text("\n".join(f"{i} ships sailed; {i * 5 % 11} came back" for i in range(100)))
-    methods = ("cmoe", "random_split", "slicegpt", "wanda_2_4")
+    methods = ("cmoe", "slicegpt", "wanda_2_4")
     rows = rows_of(*methods, seeds=[0, 1], other_text=other)
     assert all(row["other_loss"] != row["loss"] for row in rows)
     own, of_the_linear_one = rows[2]["other_loss"], rows[1]["other_loss"]
@@ -166,7 +166,7 @@ def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense,
         with torch.no_grad():
             loss = float(stock(tokens_BT, labels=tokens_BT).loss)
         assert row["other_loss"] == pytest.approx(loss, abs=1e-5)
-    ridge = [row["other_loss"] for row in rows if "random_split-ridge" in row["run"]]
+    ridge = [row["other_loss"] for row in rows if "cmoe-ridge" in row["run"]]
     assert f"| {math.exp(sum(ridge) / 2):.2f} |" in (out / "compare.md").read_text()
     assert f"Other text, perplexity: {other}." in (out / "compare.md").read_text()
     assert "no.txt" in compare(*methods, to=out / "no", other_text="no.txt").refusal()

@@ -28,7 +28,7 @@ from dotmoe.measure.bench import (
     table,
 )
 from dotmoe.measure.config import BenchConfig
-from runs import weights_of
+from runs import FORKED_WORKERS, weights_of
 
 SMALL = {"batch_sizes": (1, 3), "prompt_tokens": 9, "context_tokens": (5,), "decode_steps": 2}
 SMALL |= {"rounds": 2, "threads": 1}
@@ -63,7 +63,8 @@ def products(result, side):
 
 
 @pytest.mark.parametrize("runtime", ["transformers", "llama.cpp"])
-def test_checkpoints_and_gguf_files_are_measured(runtime, pair, request):
+def test_checkpoints_and_gguf_files_are_measured(runtime, pair, request, monkeypatch):
+    monkeypatch.setattr(*FORKED_WORKERS)  # as the slow cases below do not
     is_gguf = runtime == "llama.cpp"
     models = request.getfixturevalue("gguf_pair") if is_gguf else pair
     dense, moe = (models[name] if is_gguf else pair / name for name in ("dense", "glm4_moe"))

@@ -214,7 +214,7 @@ def test_the_masked_model_comes_closer_to_the_dense_one(family, dense_of, layout
     training, heldout = walks(300 if is_trained else 36), walks(8).tokens_BT.long()
     before = {name: value.clone() for name, value in dense.model.state_dict().items()}
     kl = [divergence(dense, dense, layout, heldout)]
-    for epochs in (0, 8) if is_trained else (0,):
+    for epochs in (0, 4) if is_trained else (0,):
         out, config = tmp_path / str(epochs), RepairConfig(repair_tokens=9600, repair_epochs=epochs)
         layer = repair(dense, (layout,), training, config, folder=out)["layers"][-1]
         assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
@@ -325,7 +325,7 @@ def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path
 
 
 def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp_path, command):
-    options = {**TINY_CONVERT, "data": text_file, "steps": 0, "repair_tokens": 4000}
+    options = {**TINY_CONVERT, "data": text_file, "steps": 0, "repair_tokens": 1000}
     few = {"scale_tokens": 128, "verify_tokens": 128}
     tuning = {"train": "router", "steps": 4, "batch_size": 2, "lr_router": 1e-3, **few}
     dense, names = tiny_dense("llama"), ("frozen", "repaired", "tuned", "mixtral")
@@ -373,9 +373,9 @@ def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text_file, tmp_path):
-    repair = {"repair_tokens": 2000, "repair_epochs": 1}
+    repair = {"repair_tokens": 1000, "repair_epochs": 1}
     options = {**TINY_CONVERT, "data": text_file, "steps": 0, **repair}
-    dense = tiny_dense("llama", num_hidden_layers=4)
+    dense = tiny_dense("llama", num_hidden_layers=3)
     whole = TinyRun("convert", dense, tmp_path / "whole", options)
     assert run([*whole.command(), "--repair"]) == 0
     killed = whole.at(tmp_path / "killed")

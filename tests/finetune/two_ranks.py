@@ -15,7 +15,7 @@ from dotmoe.models.load import describe_dense
 from dotmoe.text.blocks import TokenBlocks
 
 CONFIG = FinetuneConfig(
-    steps=4, batch_size=4, micro_batch_size=1, lr=1e-3, max_epochs=10, kl_weight=0.5
+    steps=2, batch_size=4, micro_batch_size=1, lr=1e-3, max_epochs=10, kl_weight=0.5
 )
 
 
