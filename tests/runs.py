@@ -258,10 +258,6 @@ def forked_worker(command: Sequence[str], **how: Any) -> Any:
     return SimpleNamespace(kill=process.kill, wait=process.join)
 
 
-FORKED_WORKERS = "dotmoe.common.worker.subprocess", SimpleNamespace(Popen=forked_worker, DEVNULL=0)
-"""What to replace by what, so that each `Worker` is a fork."""
-
-
 class Forked:
     """A command that runs in a fork of this process; what it says is read with `said`."""
 

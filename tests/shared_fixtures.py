@@ -23,6 +23,7 @@ from runs import (
     TINY_FINETUNE,
     Outcome,
     TinyRun,
+    forked_worker,
     loaded,
     rewritten,
     words,
@@ -94,6 +95,13 @@ def all_rounds():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dotmoe.method.calibrate.ROUNDS", ROUNDS)
         yield
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Each `Worker` is a fork of this process."""
+    forks = SimpleNamespace(Popen=forked_worker, DEVNULL=None)
+    monkeypatch.setattr("dotmoe.common.worker.subprocess", forks)
 
 
 @pytest.fixture(scope="session")

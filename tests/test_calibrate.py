@@ -22,8 +22,6 @@ from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.text.blocks import TokenBlocks
 
-pytestmark = pytest.mark.usefixtures("all_rounds")
-
 
 def planted(seed, groups):
     """Inputs of 4 topics, the topic of each token, and the group of each of 8 neurons a group."""

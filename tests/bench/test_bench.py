@@ -28,7 +28,7 @@ from dotmoe.measure.bench import (
     table,
 )
 from dotmoe.measure.config import BenchConfig
-from runs import FORKED_WORKERS, weights_of
+from runs import slow_but, weights_of
 
 SMALL = {"batch_sizes": (1, 3), "prompt_tokens": 9, "context_tokens": (5,), "decode_steps": 2}
 SMALL |= {"rounds": 2, "threads": 1}
@@ -62,9 +62,11 @@ def products(result, side):
     return result["points"][1][side]["products_per_token"]
 
 
+@pytest.mark.parametrize("workers", slow_but(["forked"], ["forked", "fresh"]))
 @pytest.mark.parametrize("runtime", ["transformers", "llama.cpp"])
-def test_checkpoints_and_gguf_files_are_measured(runtime, pair, request, monkeypatch):
-    monkeypatch.setattr(*FORKED_WORKERS)  # as the slow cases below do not
+def test_checkpoints_and_gguf_files_are_measured(runtime, workers, pair, request):
+    if workers == "forked":
+        request.getfixturevalue("forked_workers")
     is_gguf = runtime == "llama.cpp"
     models = request.getfixturevalue("gguf_pair") if is_gguf else pair
     dense, moe = (models[name] if is_gguf else pair / name for name in ("dense", "glm4_moe"))
@@ -152,16 +154,6 @@ def test_without_llama_cpp_the_remedy_is_told(monkeypatch):
         Runtime("model.gguf", 1)
 
 
-SLOW = (  # told by the models' own processes
-    ("dense glm4_moe", {"prompt_tokens": 257}, "257, but must lie in 0 to 256"),
-    ("dense glm4_moe", {"context_tokens": (4, 255)}, r"tokens \+ decode_steps is 257"),
-    ("run dense", {}, r"run has 12 experts per layer .* 0 and .* Give a dense model"),
-    ("dense nowhere", {}, r"nowhere does not exist"),
-    ("dense dense", {}, r"DENSE and MOE are both .*dense. Name the MoE"),
-    ("wider glm4_moe", {}, r"embedding \[264, 32\], .* 12 and \[264, 64\]"),
-)
-
-
 @pytest.mark.parametrize(
     ("models", "changes", "expected"),
     [
@@ -169,24 +161,24 @@ SLOW = (  # told by the models' own processes
         ("dense glm4_moe", {"batch_sizes": (), "prompt_tokens": 0}, "nothing to measure"),
         ("dense glm4_moe", {"threads": 2, "clock": "cpu"}, "clock is cpu with 2 threads"),
         ("dense moe.gguf", {}, r"moe.gguf is a GGUF file and .* is not"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        ("no_ones.gguf no_ones.gguf", {}, r"~no-such-user/m\.gguf does not exist"),
+        ("dense glm4_moe", {"prompt_tokens": 257}, "257, but must lie in 0 to 256"),
+        ("dense glm4_moe", {"context_tokens": (4, 255)}, r"tokens \+ decode_steps is 257"),
+        ("run dense", {}, r"run has 12 experts per layer .* 0 and .* Give a dense model"),
+        ("dense nowhere", {}, r"nowhere does not exist"),
+        ("dense dense", {}, r"is a dense model, and so is .*: there is no MoE"),
+        ("wider glm4_moe", {}, r"embedding \[264, 32\], .* 12 and \[264, 64\]"),
     ],
 )
+@pytest.mark.usefixtures("forked_workers")
 def test_what_cannot_be_measured_is_refused(models, changes, expected, pair, tiny_dense, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "5_export").symlink_to(pair / "mixtral")
     others = {"run": tmp_path / "run", "wider": tiny_dense("llama", hidden_size=32)}
+    others["no_ones.gguf"] = "~no-such-user/m.gguf"
     dense, moe = (str(others.get(name, pair / name)) for name in models.split())
     with pytest.raises(UserError, match=expected):
         bench(BenchConfig(dense=dense, moe=moe, **{**SMALL, **changes}))
-
-
-def test_a_file_of_an_unknown_user_does_not_exist(monkeypatch):
-    monkeypatch.setattr(
-        "dotmoe.measure.bench.Worker", lambda target, *rest, **names: LlamaRunner(*rest)
-    )
-    with pytest.raises(UserError, match=r"~no-such-user/dense\.gguf does not exist"):
-        bench(BenchConfig(dense="~no-such-user/dense.gguf", moe="~no-such-user/moe.gguf"))
 
 
 def test_the_clock_that_is_asked_for_is_read(pair):

@@ -22,7 +22,7 @@ from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.pipeline.compare import points_of
 from dotmoe.run.config import CompareConfig, RunConfig
 from dotmoe.run.settled import splits_for
-from runs import FORKED_WORKERS, TINY_CONVERT, TINY_FINETUNE, words
+from runs import TINY_CONVERT, TINY_FINETUNE, words
 
 ROOT = Path(__file__).resolve().parents[2]
 HISTORY = ("docs/dev/log.md", "docs/dev/history.md")
@@ -174,10 +174,10 @@ def test_no_hint_installs_from_an_index_where_nothing_is_published():
     assert not [hint for found in hints for hint in found if "dotmoe" in hint]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_the_commands_of_readme_and_reference_run_in_their_order(tiny_dense, tmp_path, monkeypatch):
     model = str(tiny_dense("llama", intermediate_size=768))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(*FORKED_WORKERS)
     for name in ("text.jsonl", "held-out.txt"):
         text = "\n".join(f"{name} {i}: the hen ate {i * 7 % 13} figs." for i in range(300))
         Path(name).write_text(json.dumps({"text": text}) if name == "text.jsonl" else text)
