@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dotmoe.cli import run
-from dotmoe.common import worker
 from dotmoe.common.errors import UserError
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
@@ -244,18 +242,6 @@ def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> None:
     finally:
         for each in forks:
             each.kill()
-
-
-def forked_worker(command: Sequence[str], **how: Any) -> Any:
-    """In place of `Popen` for a `Worker`: a fork of this process, which imports nothing anew."""
-
-    def work() -> None:
-        sys.argv = list(command[-2:])
-        worker.main()
-
-    process = get_context("fork").Process(target=work)
-    process.start()
-    return SimpleNamespace(kill=process.kill, wait=process.join)
 
 
 class Forked:

@@ -3,8 +3,10 @@
 import json
 import socket
 import zlib
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dotmoe.cli import run
+from dotmoe.common import worker
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.write import export
 from dotmoe.method.calibrate import ROUNDS
@@ -23,7 +26,6 @@ from runs import (
     TINY_FINETUNE,
     Outcome,
     TinyRun,
-    forked_worker,
     loaded,
     rewritten,
     words,
@@ -99,8 +101,15 @@ def all_rounds():
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Each `Worker` is a fork of this process."""
-    forks = SimpleNamespace(Popen=forked_worker, DEVNULL=None)
+    """Each `Worker` is a fork of this process, which imports nothing anew."""
+
+    def fork(command, **how):
+        process = get_context("fork").Process(target=worker.main)
+        with patch("sys.argv", command[-2:]):
+            process.start()
+        return SimpleNamespace(kill=process.kill, wait=process.join)
+
+    forks = SimpleNamespace(Popen=fork, DEVNULL=None)
     monkeypatch.setattr("dotmoe.common.worker.subprocess", forks)
 
 
