@@ -84,6 +84,7 @@ def test_an_adapter_adds_its_product_times_32_over_its_rank(rank, new_student, t
         torch.testing.assert_close(added, 32 / rank * x @ first.T @ second.T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("all_rounds")
 def test_the_start_reads_40_tokens_an_input_as_shares_and_rounds_at_a_hundredth(
     dense_of, monkeypatch
 ):
