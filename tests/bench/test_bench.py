@@ -166,6 +166,7 @@ def test_without_llama_cpp_the_remedy_is_told(monkeypatch):
         ("dense glm4_moe", {"context_tokens": (4, 255)}, r"tokens \+ decode_steps is 257"),
         ("run dense", {}, r"run has 12 experts per layer .* 0 and .* Give a dense model"),
         ("dense nowhere", {}, r"nowhere does not exist"),
+        ("dense dense", {}, r"DENSE and MOE are both .*dense. Name the MoE"),
         ("dense wider", {}, r"is a dense model, and so is .*: there is no MoE"),
         ("wider glm4_moe", {}, r"embedding \[264, 32\], .* 12 and \[264, 64\]"),
     ],
