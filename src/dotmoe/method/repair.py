@@ -196,7 +196,7 @@ def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]
 
     def heldout_error() -> float:
         parts = torch.split(torch.arange(num, len(x_TD)), max(1, TOKENS_AT_ONCE // ranks))
-        return sum(float(error(rows_T)) for rows_T in parts)
+        return gathered(sum(float(error(rows_T)) for rows_T in parts))[0]  # ranks decide alike
 
     own = dict(problem.block.named_parameters())
     new = {id(weight): weight.detach().to(torch.float32, copy=True) for weight in own.values()}
