@@ -14,6 +14,7 @@ from dotmoe.common.distributed import (
     limit_wait,
     own_rows,
     process_group,
+    resolved_device,
 )
 from dotmoe.common.errors import UserError
 
@@ -63,6 +64,10 @@ def test_a_lost_rank_is_one_line_whatever_connects_them(error, monkeypatch):
         raise error
     with pytest.raises(RuntimeError, match="shape"), process_group(cpu):
         raise RuntimeError("shape mismatch")
+
+
+def test_a_device_may_have_a_name_or_be_one():
+    assert resolved_device("cpu") == resolved_device(torch.device("cpu")) == torch.device("cpu")
 
 
 def test_a_wait_between_ranks_can_be_limited():

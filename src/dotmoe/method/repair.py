@@ -50,6 +50,8 @@ RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 SOLUTIONS = 4
 """Solutions that a layer usually takes: three near the last layer's penalty, and the final one."""
 _TOKENS_AN_INPUT, HELD_OUT, _LARGEST_WEIGHT, _COLUMNS = 40, 8, 10.0, 2_048
+"""Default tokens an input; one row of so many is held out; a token's largest weight; and columns
+of the Gram matrix that are summed at once on a GPU."""
 BATCH, _MANY_TOKENS, _RATE, _WARMUP = 512, 50_000, 0.02, 0.1
 """Training: tokens per step (half of it on a text of fewer tokens than `_MANY_TOKENS`), peak
 learning rate as a share of a matrix's root mean square, and share of the steps that warm up."""
@@ -368,7 +370,7 @@ class _Streams:
         (fitted_BT, counts_B), (heldout_BT, heldout_counts_B) = map(_own_rows, drawn)
         tokens_BT, self._num_fitted = torch.cat([fitted_BT, heldout_BT]), len(fitted_BT)
         self._counts_B = torch.cat([counts_B, heldout_counts_B])
-        """Whether each row of this rank counts, and does not only fill its share."""
+        """Whether each row of this rank counts: False for those that only fill its share."""
         rows, num = max(1, TOKENS_AT_ONCE // blocks.seq_len), self._num_fitted
         # Rows that run at once are either all fitted or all held out.
         self._parts = [slice(row, min(row + rows, num)) for row in range(0, num, rows)]
@@ -535,7 +537,7 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _own_rows(rows_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """As many rows as every rank has, and which of them count: the others fill the share."""
+    """This rank's rows, as many as each rank has, and whether they count: others fill the share."""
     ranks, num = num_ranks(), len(rows_BT)
     number_B = torch.arange(rank(), math.ceil(num / ranks) * ranks, ranks)
     return rows_BT[number_B % num], number_B < num

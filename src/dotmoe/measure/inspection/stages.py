@@ -229,8 +229,8 @@ class Stages:
         """Two streams, the masked one's FFN twice; training; Gram matrices and their solutions.
 
         A pass of training costs 7/3 forwards of the experts that run; the input needs no gradient.
-        The sums are of one triangle, and on a CPU of the experts that run. Ranks divide tokens, and
-        for the training neurons, for which they exchange its inputs and outputs.
+        The sums are of one triangle, and on a CPU of the experts that run. Ranks divide the tokens.
+        To train they divide the neurons, and exchange inputs and outputs.
         """
         sizes, width, tokens = self.sizes, self.sizes.widths.model, -(-self.repair_tokens // ranks)
         is_ffn, counts = sizes.split.target == "ffn", sizes.counts
@@ -258,9 +258,9 @@ class Stages:
         matrices = sizes.moe_layers * sum(2 * n**2 for n in sizes.repaired_inputs)
         training = a_pass * trained + heldout
         in_tf32 = machine.held == 2 and not machine.on_cpu  # at half the rate of bfloat16
-        again = is_ffn * int(2 * counts.ffn_total * split.active_fraction) * tokens
+        once_more = is_ffn * int(2 * counts.ffn_total * split.active_fraction) * tokens
         return stream._replace(
-            held=stream.held + again + in_tf32 * 2 * training,
+            held=stream.held + once_more + in_tf32 * 2 * training,
             single=sizes.moe_layers * grams + (not in_tf32) * training,
             double=sizes.moe_layers * solutions,
             moved=stream.moved + trained * 3 * passes + ADAM_BYTES * updated,
