@@ -1,17 +1,11 @@
 """The planner's memory beside that of the steps themselves, run on fake tensors at 7B width."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import jaxtyping
 import pytest
 import torch
 
+import simulated_memory as benchmark
 from runs import on_ranks, slow_but
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-benchmark = importlib.import_module("simulated_memory")
 
 STEPS = benchmark.of_each_kind(layers=2)
 QUICK = (0, 3, 5, 9, 10, 13)

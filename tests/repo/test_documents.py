@@ -9,18 +9,16 @@ import importlib
 import json
 import pkgutil
 import re
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 import dotmoe
+import update_documents as updater
 from dotmoe.rivals.config import BASELINES, PRUNERS
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-updater = importlib.import_module("update_documents")
 README = (ROOT / "README.md").read_text()
 MAP = (ROOT / "docs/research/paper_map.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

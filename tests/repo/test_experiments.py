@@ -3,22 +3,17 @@
 results/: what is measured names the clean commit that it was measured at.
 """
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+import run as runner
 from dotmoe.cli import COMMANDS
 from dotmoe.common.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "experiments"))
-
-runner = importlib.import_module("run")
-
 README = {file.parent.name: file.read_text() for file in ROOT.glob("experiments/*/README.md")}
 MADE = {file.parent.name for file in ROOT.glob("experiments/*/experiment.toml")}
 RUNS = runner.all_runs()

@@ -1,21 +1,17 @@
 """experiments/dejavu_and_read_me.py against dense computations, on a tiny model."""
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import dejavu_and_read_me as script
 from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.masked import masked_by
 from dotmoe.rivals.baselines import SplitInputs, baseline, granularity_of
 from dotmoe.rivals.config import BaselineConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
-
-script = importlib.import_module("dejavu_and_read_me")
 SPLIT = Granularity(num_experts=12, expert_size=8, active_experts=4)
 
 

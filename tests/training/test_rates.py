@@ -1,15 +1,13 @@
 """No stage of a training steps at a rate of zero, or begins where another one's schedule ended."""
 
-import importlib
 import sys
-from pathlib import Path
 
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import lte_stages
+import recovery_curve
 from runs import TINY_CONVERT, TINY_FINETUNE, TinyRun
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
 
 SHORT = {"steps": 6, "warmup_ratio": 0.2}
 
@@ -55,23 +53,22 @@ def test_alignment_repair_and_finetuning_each_have_their_own_schedule(
 
 
 @pytest.mark.parametrize(
-    "script", ["lte_stages", pytest.param("recovery_curve", marks=pytest.mark.slow)]
+    "script", [lte_stages, pytest.param(recovery_curve, marks=pytest.mark.slow)]
 )
 def test_the_stages_of_an_experiment_start_at_their_peaks(
     script, stages, tiny_dense, text_file, heldout_file, tmp_path, monkeypatch
 ):
     options = TINY_CONVERT | {"data": text_file, "method": "lte", "lte_steps": 2}
     made = TinyRun("convert", tiny_dense("llama"), tmp_path / "run", options).made()
-    experiment = importlib.import_module(script)
-    if script == "lte_stages":
+    if script is lte_stages:
         words = [str(made.folder), str(tmp_path / "out"), "--soft-steps", "6", "--hard-steps", "4"]
         expected = [[1e-3, 3e-3], [1e-3]]
     else:
         words = [str(made.folder), str(tmp_path / "out"), "--text-of", str(made.folder)]
         words += ["--points", "2", "--heldout-tokens", "256"]
-        monkeypatch.setattr(experiment, "HELDOUT", (str(heldout_file),))
+        monkeypatch.setattr(script, "HELDOUT", (str(heldout_file),))
         expected = [[0.0, 6e-4]]  # routers, weights
-    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.setattr(sys, "argv", ["experiment", *words])
     stages.clear()
-    experiment.main()
+    script.main()
     assert peaks(stages) == expected
