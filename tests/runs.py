@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from dotmoe.cli import run
 from dotmoe.common.errors import UserError
+from dotmoe.common.files import read_json
+from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import load_dense
@@ -209,6 +211,14 @@ class TinyRun:
         """Every file's bytes, by its path below the folder."""
         names = [name for name in self.files() if name not in without]
         return {name: (self.folder / name).read_bytes() for name in names}
+
+    def layout(self) -> ExpertLayout:
+        """Its experts."""
+        return ExpertLayout.load(self.folder / "3_extract/layout.safetensors")
+
+    def results(self) -> dict[str, Any]:
+        """What it measured."""
+        return read_json(self.folder / "6_evaluate/results.json")
 
     def tensors(self) -> dict[tuple[str, str], tuple[torch.dtype, bytes]]:
         """Every tensor of every safetensors file, bit for bit. A header's order may differ."""

@@ -3,6 +3,8 @@
 import json
 import socket
 import zlib
+from functools import cache
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,10 +86,14 @@ def _no_network():
 
 @pytest.fixture(autouse=True, scope="session")
 def _short_runs():
-    """Without pictures of reports, but in `report`, and with two rounds of a start from data."""
+    """Without pictures of reports, but in `report`, and with two rounds of a start from data.
+
+    Versions of packages, which every stage records, are looked up once.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dotmoe.measure.report.page.quality_svg", lambda *figures: b"<svg/>")
         patch.setattr("dotmoe.method.calibrate.ROUNDS", 2)
+        patch.setattr("dotmoe.run.folder.version", cache(version))
         yield
 
 
@@ -184,9 +190,11 @@ def finished(tiny_dense, text_file, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finetuned(finished, tmp_path_factory):
-    """A finished `dotmoe finetune` of `finished`; copy it before changing it."""
-    out = tmp_path_factory.mktemp("finetuned") / "run"
-    return TinyRun("finetune", finished.folder, out, TINY_FINETUNE).made()
+    """A finished `dotmoe finetune` of `finished`, which it leaves; copy it before changing it."""
+    out, before = tmp_path_factory.mktemp("finetuned") / "run", finished.contents()
+    made = TinyRun("finetune", finished.folder, out, TINY_FINETUNE).made()
+    assert finished.contents() == before
+    return made
 
 
 @pytest.fixture

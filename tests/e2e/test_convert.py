@@ -10,16 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.cli.quickstart import quickstart, run_configs
 from dotmoe.common.progress import Progress
-from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.masked import masked_by
 from dotmoe.models.family import FAMILIES
 from dotmoe.pipeline import settled_config
 from dotmoe.run.config import QuickstartConfig
+from export.comparison import logits_of, masked_logits, relative_error
 from runs import Forked, TinyRun, loaded, slow_but, with_an_outlier
 
 TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.is_own}
@@ -38,24 +36,17 @@ def test_a_run_gives_a_stock_checkpoint_that_computes_what_its_layout_says(
 ):
     model = tiny_dense(family)
     made = TinyRun("convert", model, tmp_path / "run", finished.options | {"steps": 2}).made()
-    dense = loaded(model)
-    layout = ExpertLayout.load(made.folder / "3_extract" / "layout.safetensors")
     exported = AutoModelForCausalLM.from_pretrained(made.folder / "5_export")
     assert type(exported).__name__ == TWINS.get(family, "Glm4MoeForCausalLM")
-    rows = tokens_BT.view(24, 16)
-    with masked_by(dense, layout), torch.no_grad():
-        expected = dense.model(input_ids=rows).logits
-        difference = (exported(input_ids=rows).logits - expected).abs() / expected.std()
-    # The median over rows: a router logit within rounding of the k-th may flip a row's expert.
-    assert difference.mean(dim=(1, 2)).median() < 1e-3
+    expected = masked_logits(loaded(model), made.layout(), tokens_BT)
+    assert relative_error(logits_of(exported, tokens_BT), expected) < 1e-3
 
 
 def test_the_written_config_repeats_the_run(finished, command, tmp_path):
     again = ["--config", finished.folder / "config.json"]
     assert command("convert", finished.source, tmp_path / "run", *again).status == 0
-    file = "3_extract/layout.safetensors"
-    layout, repeated = (load_file(run / file) for run in (finished.folder, tmp_path / "run"))
-    assert all(torch.equal(layout[name], repeated[name]) for name in layout)
+    repeated = finished.at(tmp_path / "run").layout()
+    assert torch.equal(repeated.expert_of_neuron_LN, finished.layout().expert_of_neuron_LN)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 import json
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dotmoe.measure.config import TextConfig
 from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.method.masked import masked_by
+from export.comparison import masked_logits, relative_error, stock_logits
 from runs import loaded
 
 TEXT = (
@@ -39,16 +38,14 @@ def test_a_training_free_conversion_is_exact(name, dtype, command, request, tmp_
     assert found["dtype"] == dtype
     assert found["largest_block_error"] < (2e-3 if dtype == "float32" else 6e-3)
 
-    dense = loaded(model)
     layout = ExpertLayout.load(out / "3_extract" / "layout.safetensors")
     ids = AutoTokenizer.from_pretrained(out / "5_export")(TEXT, return_tensors="pt")["input_ids"]
     rows = ids[0, : len(ids[0]) // 12 * 12].view(12, -1)
-    exported = AutoModelForCausalLM.from_pretrained(out / "5_export", dtype=torch.float32)
-    with torch.no_grad(), masked_by(dense, layout):
-        expected = dense.model(input_ids=rows).logits
-        found = exported(input_ids=rows).logits
-    error = (found - expected).abs().mean(dim=(1, 2)) / expected.std()
-    assert error.median() < (2e-3 if dtype == "float32" else 2e-2)
+    found, expected = (
+        stock_logits(out / "5_export", rows),
+        masked_logits(loaded(model), layout, rows),
+    )
+    assert relative_error(found, expected) < (2e-3 if dtype == "float32" else 2e-2)
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.97
 
 

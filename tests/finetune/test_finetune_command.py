@@ -6,32 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.cli import run
 from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
 from dotmoe.run.config import finetune_recipe
 from dotmoe.text.blocks import TokenBlocks
+from export.comparison import masked_logits, relative_error, stock_logits
 from runs import loaded
 
-QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
-TRAIN = ["--recipe", "sft", "--steps", "6", "--batch-size", "4", "--seq-len", "32", *QUICK]
-TRAIN += ["--lr", "1e-3"]
 
-
-def test_a_run_is_finetuned_measured_and_exported_again(finished, tmp_path, capsys):
-    source = finished.folder
-    before = finished.contents()
-    out = tmp_path / "out"
-    assert run(["finetune", str(source), str(out), *TRAIN]) == 0
-    said = capsys.readouterr()
-    assert [word in said.out for word in ("dense", "converted", "finetuned")] == [True] * 3
-    assert finished.contents() == before
-    results = json.loads((out / "6_evaluate" / "results.json").read_text())
-    earlier = json.loads((source / "6_evaluate" / "results.json").read_text())
+def test_a_run_is_finetuned_measured_and_exported_again(finished, finetuned, command, tmp_path):
+    out, results, earlier = finetuned.folder, finetuned.results(), finished.results()
     assert results["dense"] == earlier["dense"]
     # Measured again, so equal up to the order of the machine's sums.
     assert results["converted"]["loss"] == pytest.approx(earlier["moe"]["loss"], rel=1e-6)
@@ -44,17 +31,15 @@ def test_a_run_is_finetuned_measured_and_exported_again(finished, tmp_path, caps
         nats = float(stock_nats(trained.model)(heldout).sum())
     assert math.isclose(nats / results["moe"]["tokens"], results["moe"]["loss"], abs_tol=5e-3)
     assert not (out / "4_finetune" / "checkpoints").exists()
-    again = tmp_path / "again"
-    assert run(["export", str(out), str(again), "--format", "mixtral", *QUICK]) == 0
+    again, quick = tmp_path / "again", {"scale_tokens": 256, "verify_tokens": 128}
+    assert command("export", out, again, format="mixtral", **quick).status == 0
     tokens = heldout[:2].long()
-    with torch.no_grad(), masked_by(trained, layout):
-        expected = trained.model(input_ids=tokens).logits
-        found = AutoModelForCausalLM.from_pretrained(again)(input_ids=tokens).logits
-    assert float((found - expected).abs().mean() / expected.std()) < 5e-3
-    assert run(["finetune", str(out), str(tmp_path / "twice"), *TRAIN]) == 2
-    assert "is finetuned already" in capsys.readouterr().err
-    assert run(["finetune", str(source), str(out), *TRAIN]) == 0
-    assert "finetune (everything)" not in capsys.readouterr().err
+    expected = masked_logits(trained, layout, tokens)
+    assert relative_error(stock_logits(again, tokens), expected) < 5e-3
+    twice = command("finetune", out, tmp_path / "twice", **finetuned.options)
+    assert "is finetuned already" in twice.refusal()
+    resumed = command(*finetuned.copied_to(tmp_path / "copy").command())
+    assert (resumed.status, "finetune (everything)" in resumed.err) == (0, False)
 
 
 def test_lora_without_its_package_is_refused(finished, tmp_path, command, monkeypatch):

@@ -2,48 +2,14 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.method.align import Alignment, align
-from dotmoe.method.calibrate import calibrate
-from dotmoe.method.config import AlignConfig, AssignmentConfig, CalibrateConfig, ExpertsConfig
-from dotmoe.method.granularity import splits_of
-from dotmoe.text.blocks import TokenBlocks
-from dotmoe.training.config import TrainingConfig
-from runs import TINY_CONVERT, TinyRun
-
-BOTH = ExpertsConfig(expert_size=8, targets="both", heads_per_expert=1)
-
-
-def test_an_alignment_of_both_that_was_stopped_ends_as_one_that_was_not(dense_of, tmp_path):
-    dense, text = dense_of("llama"), TokenBlocks(torch.randint(2, 250, (40, 16)).int())
-    splits, how = splits_of(BOTH, 96, 4), CalibrateConfig(calibration_tokens=320)
-    start = tuple(calibrate(dense, text, split, how, seed=0) for split in splits)
-    config = AlignConfig(steps=6, batch_size=2, lr=1e-2, max_epochs=9.0)
-
-    def stop(step, metrics):
-        if step == 5:
-            raise KeyboardInterrupt
-
-    def run(name, **more):
-        task = Alignment(dense, text, start, splits, config, AssignmentConfig(), seed=0)
-        (tmp_path / name).mkdir(exist_ok=True)
-        return align(task, tmp_path / name, TrainingConfig(checkpoint_every=2), **more)
-
-    whole = run("whole")
-    with pytest.raises(KeyboardInterrupt):
-        run("stopped", on_step=stop)
-    again = run("stopped")
-    for expected, found in zip(whole, again, strict=True):
-        assert torch.equal(expected.affinity_LNE, found.affinity_LNE)
-        assert torch.equal(expected.router_LED, found.router_LED)
-    assert not torch.equal(whole[1].affinity_LNE, start[1].affinity_LNE)
-    assert not torch.equal(whole[1].router_LED, start[1].router_LED)
-    lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
-    assert {"moved_fraction", "attention_moved_fraction"} <= set(json.loads(lines[-1]))
+from runs import TINY_CONVERT, Forked, TinyRun
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +18,20 @@ def both(tiny_dense, text_file, tmp_path_factory):
     options = {"data": text_file, **TINY_CONVERT, "targets": "both", "heads_per_expert": 1}
     out = tmp_path_factory.mktemp("both") / "run"
     return TinyRun("convert", tiny_dense("llama"), out, options).made()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def test_an_alignment_of_both_that_was_killed_ends_as_one_that_was_not(both, tmp_path):
+    killed = both.at(tmp_path / "run")
+    process = Forked(killed.command())
+    checkpoint = killed.folder / "2_align/checkpoints/step_00000002"
+    assert process.kill_when(checkpoint.exists), process.said()
+    assert killed.made().tensors() == both.tensors()
+    states = (load_file(both.folder / f"{n}/state.safetensors") for n in ("1_calibrate", "2_align"))
+    before, after = states
+    assert not any(torch.equal(before[name], after[name]) for name in before if name != "step")
+    lines = (both.folder / "2_align/metrics.jsonl").read_text().splitlines()
+    assert {"moved_fraction", "attention_moved_fraction"} <= set(json.loads(lines[-1]))
 
 
 def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command):
