@@ -267,12 +267,6 @@ def test_unused_tensors_are_logged_not_loaded(copied, caplog):
     assert "model.extra.weight" in caplog.text
 
 
-def test_the_embedded_name_reads_the_folder_inside_the_package():
-    folder = Path(load_dense.__code__.co_filename).parent / "embedded"
-    config, found = dense_config("embedded")
-    assert (config.model_type, found) == ("llama", folder)
-
-
 @pytest.mark.parametrize(
     ("stored", "asked", "device", "dtype"),
     [

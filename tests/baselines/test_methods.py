@@ -29,7 +29,7 @@ from dotmoe.rivals.baselines import (
     save_baselines,
     state_of,
 )
-from dotmoe.rivals.baselines.contract import balanced_kmeans, optimal_assignment
+from dotmoe.rivals.baselines.contract import optimal_assignment
 from dotmoe.rivals.baselines.llama_moe_v2 import importance, most_listed
 from dotmoe.rivals.baselines.lte import soft_stage
 from dotmoe.rivals.baselines.moefication import by_predictor, co_activation_counts
@@ -194,45 +194,10 @@ def test_a_shared_expert_of_the_split_stands_in_for_the_methods_own():
 # --- balanced clusters
 
 
-@pytest.mark.parametrize("kind", ["normal", "counts", "skewed", "crowded", "equal"])
-def test_no_assignment_is_cheaper_than_scipys(kind):
-    generator = torch.Generator().manual_seed(1)
-    for num_neurons, num_experts in ((12, 3), (60, 10), (90, 6)):
-        cost = torch.randn(num_neurons, num_experts, generator=generator)
-        if kind == "counts":
-            cost = torch.randint(0, 5, cost.shape, generator=generator).float()
-        elif kind == "skewed":
-            cost = cost.exp() * 1e3
-        elif kind == "crowded":
-            cost[:, 0] -= 10  # everyone wants the first
-        elif kind == "equal":
-            cost.fill_(1)
-        expert = optimal_assignment(cost)
-        room = num_neurons // num_experts
-        assert torch.bincount(expert).tolist() == [room] * num_experts
-        square = np.repeat(cost.double().numpy(), room, axis=1)
-        least = square[linear_sum_assignment(square)].sum()
-        found = cost.double().gather(1, expert[:, None]).sum()
-        assert float(found) == pytest.approx(least, rel=1e-9, abs=1e-9)
-
-
 def test_without_pot_its_installation_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ot", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[baselines\]'"):
         optimal_assignment(torch.ones(4, 2))
-
-
-def test_planted_clusters_are_found_from_any_seed(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    truth = torch.arange(5).repeat(8)[torch.randperm(40, generator=generator)]
-    centres = 5 * torch.randn(5, 7, generator=generator)
-    features = centres[truth] + 0.3 * torch.randn(40, 7, generator=generator)
-    monkeypatch.setattr(contract, "STARTS", 4)
-    for seed in range(3):
-        own = torch.Generator().manual_seed(seed)
-        found = balanced_kmeans(features, 5, own)
-        for cluster in range(5):
-            assert len(set(truth[found == cluster].tolist())) == 1
 
 
 # --- splits without data

@@ -17,7 +17,7 @@ from dotmoe.export.choice import formats_like
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.format import TensorSpec
 from dotmoe.export.gguf_file import write_gguf, write_with_active_experts
-from dotmoe.export.gguf_format import GgufFormat, pairwise_order
+from dotmoe.export.gguf_format import GgufFormat
 from dotmoe.export.write import ExportRecord
 from dotmoe.models.from_gguf import GgufFile
 from dotmoe.run.config import ReexportConfig
@@ -72,22 +72,6 @@ def test_experts_are_the_dense_rows_and_routers_the_scaled_ones(
         assert torch.equal(scaled * factor, layout.router_LED[layer])
     assert record.verification["storing_error"] == 0
     assert {tensor.tensor_type.name for tensor in file.tensors.values()} == {"F32"}
-
-
-def test_rotating_pairs_of_permuted_rows_is_rotating_halves():
-    num_heads = 3
-    weight, x = torch.randn(num_heads * 8, 6), torch.randn(5, 6)
-    angles = torch.arange(5.0)[:, None] * 10000.0 ** -(torch.arange(4.0) / 4)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-
-    def turned(first, second):
-        return first * cos - second * sin, first * sin + second * cos
-
-    halves = (x @ weight.T).view(5, num_heads, 2, 4)
-    expected = torch.cat(turned(halves[:, :, 0], halves[:, :, 1]), dim=2)
-    pairs = (x @ weight[pairwise_order(num_heads, 8)].T).view(5, num_heads, 4, 2)
-    actual = torch.cat(turned(pairs[..., 0], pairs[..., 1]), dim=2)
-    torch.testing.assert_close(actual, expected)
 
 
 def test_always_on_neurons_and_dense_layers_have_their_places(dense_of, layout_of, write):

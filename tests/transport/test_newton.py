@@ -147,17 +147,6 @@ def test_blocks_do_not_change_the_plan(std, monkeypatch):
     torch.testing.assert_close(again, gradient, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("tau", [1.0, 0.1, 0.003])
-def test_experts_may_differ_in_capacity(tau):
-    # Equal columns of capacity 1, as many as an expert has room for, are one column of theirs.
-    A, capacity = affinity(12, 4), torch.tensor([6, 1, 2, 3])
-    result = balanced_plan(A, capacity=capacity, tau=tau, tolerance=1e-9)
-    torch.testing.assert_close(result.plan.sum(dim=0), capacity.double())
-    split = balanced_plan(A.repeat_interleave(capacity, dim=1), capacity=1, tau=tau, tolerance=1e-9)
-    expected = torch.stack([part.sum(dim=1) for part in split.plan.split([6, 1, 2, 3], dim=1)], 1)
-    torch.testing.assert_close(result.plan, expected, atol=1e-7, rtol=1e-6)
-
-
 def test_sharp_plans_stay_far_from_denormals():
     # Arithmetic on denormals is a hundred times slower on a CPU.
     for std in (3.0, 30.0, 1e4):
