@@ -16,6 +16,7 @@ from dotmoe.models import checkpoint
 from dotmoe.models import on_disk as module
 from dotmoe.models.checkpoint import Tensors, checkpoint_folder
 from dotmoe.models.family import FAMILIES
+from dotmoe.models.from_gguf import GgufFile
 from dotmoe.models.load import describe_dense, whole_weights
 from dotmoe.models.on_disk import exported_on_disk, on_disk, parts_of
 from dotmoe.models.save import write_weights
@@ -174,11 +175,19 @@ def test_a_gguf_is_compared_with_one_part_in_memory(
     # In place of llama.cpp, which is not installed everywhere: no logit says anything.
     silent = MagicMock(logits=lambda tokens_T: torch.zeros(len(tokens_T), 264), ask=lambda what: "")
     silent.return_value.__enter__.return_value = silent
+    active = []
+
+    def opened(path, context):
+        active.append(GgufFile(path).size("expert_used_count"))
+        return silent.return_value
+
+    silent.side_effect = opened
     monkeypatch.setattr(llama_cpp, "is_installed", lambda: True)
     monkeypatch.setattr(llama_cpp, "LlamaCppModel", silent)
     dense = describe_dense(str(tiny_dense("llama", num_hidden_layers=5)))
     with pytest.raises(VerificationError, match=r"llama.cpp computes something else"):
         exported(dense, format="gguf_glm4moe", gguf_type="f32", gguf_tokenizer="none")
+    assert active == [3, 12]  # the second time all experts
     assert max(filled) == 1
     assert len(filled) > 2 * len(parts_of(dense.model))
 

@@ -16,7 +16,7 @@ from dotmoe.export import gguf_file, llama_cpp
 from dotmoe.export.choice import formats_like
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.format import TensorSpec
-from dotmoe.export.gguf_file import write_gguf, write_with_active_experts
+from dotmoe.export.gguf_file import write_gguf
 from dotmoe.export.gguf_format import GgufFormat
 from dotmoe.export.write import ExportRecord
 from dotmoe.models.from_gguf import GgufFile
@@ -244,19 +244,3 @@ def test_options_that_the_format_does_not_know_are_refused(export_options, optio
     config = ReexportConfig(run="run", out="out", export=GgufConfig(**export_options), **options)
     with pytest.raises(UserError, match=said):
         check(config)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("gguf_llama", "f32"), ("gguf_glm4moe", "q8_0")])
-def test_a_copy_with_all_experts_is_a_fresh_export_with_them_byte_for_byte(
-    name, kind, write, tmp_path
-):
-    _, file = write(name=name, out="three", type=kind)
-    _, fresh = write("llama", {"active_experts": 12}, name, out="twelve", type=kind)
-    write_with_active_experts(file.path, 12, tmp_path / "copy.gguf")
-    assert (tmp_path / "copy.gguf").read_bytes() == fresh.path.read_bytes()
-
-
-def test_there_is_no_copy_that_llama_cpp_has_no_room_for(dense_of, write, tmp_path):
-    _, file = write(dense_of("llama", num_hidden_layers=12), ROOMY | {"active_experts": 3})
-    with pytest.raises(UserError, match="has room for 28"):
-        write_with_active_experts(file.path, 32, tmp_path / "copy.gguf")

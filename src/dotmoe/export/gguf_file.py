@@ -1,9 +1,10 @@
 """Write GGUF files, the container of llama.cpp, tensor by tensor; compare and run them."""
 
-import shutil
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from dotmoe.export import llama_cpp
 from dotmoe.export.format import Conversion, Format, TensorSpec
 from dotmoe.export.routers import beyond
 from dotmoe.export.verify import logits_error, logits_of, top1_agreement
+from dotmoe.method.layout import splits_in
 from dotmoe.method.masked import masked_by
 from dotmoe.models.from_gguf import GgufFile
 from dotmoe.models.on_disk import on_disk
@@ -83,29 +85,6 @@ def encoded(spec: TensorSpec, tensor: Tensor) -> np.ndarray:
     return stored
 
 
-def write_with_active_experts(path: Path, active_experts: int, out: Path) -> None:
-    """Copy a GGUF file with another k that llama.cpp can run, as an export with that k writes."""
-    file = GgufFile(path)
-    layers = file.size("block_count")
-    moe_layers = layers - file.size("leading_dense_block_count", 0)
-    most = llama_cpp.most_active_experts(len(file.tensors), layers, moe_layers)
-    if active_experts > most:
-        raise UserError(
-            f"active_experts is {active_experts}, but llama.cpp's graph has room for {most} in "
-            f"{path}, and it aborts with more. Choose {most} or fewer."
-        )
-    shutil.copyfile(path, out)
-    copy = GgufFile(out, writable=True)
-    for key in ("expert_used_count", "expert_weights_scale"):
-        field = copy.reader.fields.get(f"{file.arch}.{key}")
-        if field is not None:
-            field.parts[field.data[0]][0] = active_experts
-    for name, tensor in copy.tensors.items():
-        if name.endswith(".ffn_down_exps.scale"):
-            tensor.data[:] = active_experts
-    copy.reader.data.flush()
-
-
 def check_gguf(
     form: Format, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -161,15 +140,15 @@ def _run(
     if form.splits:
         with masked_by(twin, layout):
             expected_TV = logits_of(twin.model, tokens_BT)
-        copy = file.path.with_name(".all_experts.gguf")
-        try:
-            if not layout.granularity.dropped_size:
-                with suppress(UserError):  # llama.cpp may have no room for all experts
-                    write_with_active_experts(file.path, layout.num_experts, copy)
-            if copy.is_file():
-                all_experts_error = float(logits_error(run(copy)[0], dense_TV).median())
-        finally:
-            copy.unlink(missing_ok=True)
+        whole = replace(layout, active_experts=layout.num_experts)
+        at_full = replace(conversion, layouts=(whole,), on_progress=no_update)
+        # llama.cpp may have no room for all experts.
+        refusal = form.unsupported(dense, splits_in(at_full.layouts), conversion.dtype)
+        if refusal is None and not layout.granularity.dropped_size:
+            with TemporaryDirectory(dir=file.path.parent) as folder:
+                (name,) = form.write(at_full, Path(folder))
+                logits_TV, _, _ = run(Path(folder, name))
+            all_experts_error = float(logits_error(logits_TV, dense_TV).median())
     return {
         "runtime": version,
         "tokens": tokens_BT.numel(),

@@ -24,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, TensorSpec, shared_experts
 from dotmoe.export.gguf_file import check_gguf, write_gguf
-from dotmoe.export.llama_cpp import most_active_experts_of
+from dotmoe.export.llama_cpp import most_active_experts
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.method.granularity import Splits
 from dotmoe.models.family import DenseModel
@@ -72,7 +72,7 @@ class GgufFormat(Format):
         if not self.splits:
             return None
         traits, layers, split = dense.traits, dense.widths.layers, splits[0]
-        most = most_active_experts_of(traits, split, layers, self.num_moe_tensors)
+        most = most_active_experts(traits, split, layers, self.num_moe_tensors)
         if not 2 <= split.num_experts <= MOST_EXPERTS:
             return (
                 f"The layout has {split.num_experts} experts per layer, but llama.cpp runs 2 to "

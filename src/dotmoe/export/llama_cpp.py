@@ -17,27 +17,20 @@ if TYPE_CHECKING:  # the child process does not import torch
     from dotmoe.models.family import DecoderTraits
 
 
-def most_active_experts(num_tensors: int, num_layers: int, moe_layers: int) -> int:
+def most_active_experts(
+    traits: "DecoderTraits", split: "Granularity", num_layers: int, moe_tensors: int
+) -> int:
     """Largest k with which llama.cpp runs a file; with more it aborts (`GGML_ASSERT(obj_new)`).
 
     Its graph has room for 8 nodes per tensor of the file, at least 1,024. A layer takes 52 to
     56 nodes, and the sum over a token's k experts takes 2 k - 1 more (llama-cpp-python 0.3.36).
-    """
-    room = max(1024, 8 * num_tensors) - 16 - 56 * num_layers
-    return max(0, (room // moe_layers + 1) // 2)
-
-
-def most_active_experts_of(
-    traits: "DecoderTraits", split: "Granularity", num_layers: int, moe_tensors: int
-) -> int:
-    """`most_active_experts` for a file that is not written yet.
-
     A split FFN has `moe_tensors` tensors: 8 in `gguf_glm4moe`, 5 in `gguf_llama`.
     """
     attention = 6 + 3 * traits.qkv_bias + traits.output_bias + 2 * (traits.qk_norm != "none")
     moe_layers = num_layers - split.first_dense_layers
     tensors = 2 + num_layers * attention + 3 * split.first_dense_layers + moe_layers * moe_tensors
-    return most_active_experts(tensors, num_layers, moe_layers)
+    room = max(1024, 8 * tensors) - 16 - 56 * num_layers
+    return max(0, (room // moe_layers + 1) // 2)
 
 
 def is_installed() -> bool:

@@ -45,19 +45,19 @@ _ANOTHER = "Name the model's own checkpoint folder."
 class GgufFile:
     """A GGUF file, mapped into memory."""
 
-    def __init__(self, path: Path, *, writable: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         """Open a file; raises `UserError` if it is missing or no valid GGUF."""
         if not path.is_file():
             raise UserError(f"{path} does not exist. Name a .gguf file.")
         try:
-            self.reader = gguf.GGUFReader(path, "r+" if writable else "r")
+            self.reader = gguf.GGUFReader(path)
         except Exception as error:
             raise UserError(
                 f"{path} is no valid GGUF file ({one_line(error)}). Get it again."
             ) from error
         self.path = path
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        """Tensors by name; `data` is mapped as stored, so writes to it change a writable file."""
+        """Tensors by name; `data` is mapped as stored."""
         self.keys = {key for key in self.reader.fields if not key.startswith("GGUF.")}
         self.arch = str(self.metadata("general.architecture"))
 

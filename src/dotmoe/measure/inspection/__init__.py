@@ -15,7 +15,7 @@ from dotmoe.common.tables import in_time
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, format_for
 from dotmoe.export.format import EXPORTED, yarn_notes
-from dotmoe.export.llama_cpp import most_active_experts_of
+from dotmoe.export.llama_cpp import most_active_experts
 from dotmoe.export.transformers_format import TransformersFormat, limits_met
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection.planner import (
@@ -228,7 +228,7 @@ def _warnings(
     context = widths.context if isinstance(form, str) else form.context(dense)
     rope_type = rope_of(dense.config)["rope_type"]
     only_llama = rope_type in ("llama3", "yarn") or traits.output_bias  # not in gguf_glm4moe
-    most = most_active_experts_of(traits, split, widths.layers, 5 if only_llama else 8)
+    most = most_active_experts(traits, split, widths.layers, 5 if only_llama else 8)
     sentences = {
         f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
         "bfloat16 (rounds the weights; assumed here) or float32 (twice the size).": (
