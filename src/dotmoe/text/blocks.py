@@ -324,8 +324,9 @@ def pack_sources(
                     break
                 writer.keep(_state(records, last), now=False)
         except StreamError as error:
-            if last is not None:
-                writer.keep(_state(records, last))
+            if last is None:
+                raise
+            writer.keep(_state(records, last))
             raise StreamError(
                 f"{error} {writer.num_tokens:,} tokens are kept: the same command goes on from "
                 "there."

@@ -39,8 +39,6 @@ _SPLITS = {
     "validation": "validation|valid|val|dev",
     "test": "test|testing|eval|evaluation",
 }
-_NETWORK = {"aiohttp", "http", "httpcore", "httpx", "requests", "socket", "ssl", "urllib3"}
-"""Packages whose errors mean that the network failed."""
 _CARRIAGE_RETURN = re.compile(r"\r\n?")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
@@ -71,7 +69,7 @@ class Rendered(str):
 
 
 class StreamError(UserError):
-    """A stream broke, and the new attempts of `datasets` did not mend it."""
+    """`datasets` cannot read a source, or not further; its own new attempts did not mend it."""
 
 
 def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
@@ -204,23 +202,12 @@ def _dataset_rows(source: str, split: str, buffer: int, seed: int) -> Iterator[d
             yield dict(row)
     except UserError:
         raise
-    except Exception as error:
-        raise _refusal(error, f"{source} ({split})") from error
-
-
-def _refusal(error: Exception, source: str) -> UserError:
-    """The refusal for an error of `datasets`."""
-    from datasets import config
-
-    cause = one_line(error)[:200].rstrip(".") or type(error).__name__
-    what = f"{source} cannot be read by datasets: {cause}."
-    if not _is_of_network(error):
-        if "scripts are no longer supported" in cause:
-            return UserError(f"{what} Name files of text, or a data set that is files.")
-        return UserError(f"{what} Check the name, its configuration and its split.")
-    if config.HF_HUB_OFFLINE:
-        return UserError(f"{what} Unset HF_HUB_OFFLINE to use the network.")
-    return StreamError(f"{what} Check the network.")
+    except Exception as error:  # of any type, those of the network and of parsers among them
+        cause = one_line(error)[:200].rstrip(".") or type(error).__name__
+        raise StreamError(
+            f"{source} ({split}) cannot be read by datasets: {cause}. Check its name, its "
+            "configuration and split. The hub needs the network, and HF_HUB_OFFLINE unset."
+        ) from error
 
 
 def _stream(source: str, split: str, buffer: int, seed: int) -> Any:
@@ -239,20 +226,6 @@ def _stream(source: str, split: str, buffer: int, seed: int) -> Any:
     else:
         stream = load_dataset(name, part or None, split=split, streaming=True)
     return stream.shuffle(seed=seed, buffer_size=buffer) if buffer else stream
-
-
-def _is_of_network(error: BaseException | None) -> bool:
-    """Whether the network or a busy server caused an error, so that the command may go on later."""
-    while error is not None:
-        status = getattr(getattr(error, "response", error), "status_code", None)
-        status = status or getattr(error, "status", None)
-        if isinstance(status, int):
-            return status in (408, 425, 429) or status >= 500
-        package = type(error).__module__.partition(".")[0].rstrip("0123456789")
-        if package in _NETWORK or isinstance(error, ConnectionError | TimeoutError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _is_mix(config: DataConfig) -> bool:
