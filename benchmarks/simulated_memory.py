@@ -43,7 +43,7 @@ from dotmoe.method.repair import RIDGES, _solution, _Streams
 from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.hooks import recomputing
-from dotmoe.models.load import load_sharded
+from dotmoe.models.load import read_weights
 from dotmoe.models.on_disk import on_disk
 from dotmoe.training.loop import adamw, update
 from random_models import QWEN25_7B, Shape, llama_config
@@ -308,7 +308,7 @@ def _layout(sizes: Sizes) -> Any:
 def _dense(step: Step, ranks: Any) -> DenseModel:
     dense = _described(step)
     if step.sharded and ranks is not None:
-        model = load_sharded(dense, ranks, GPU, torch.bfloat16)
+        model = read_weights(dense, GPU, torch.bfloat16, ranks)
     else:
         model = dense.model.to_empty(device=GPU)
     model = model.requires_grad_(False).eval()

@@ -36,7 +36,7 @@ from dotmoe.measure.evaluate.perplexity import difference, packed_text
 from dotmoe.measure.evaluate.perplexity import perplexity as perplexity_of
 from dotmoe.method.masked import masked_by
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_here
+from dotmoe.models.load import load_described
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RunFolder, provenance
 
@@ -121,7 +121,7 @@ def rows(compared: str, tasks: str) -> Row:
 def texts(folder: str, num_tokens: str, *files: str) -> Row:
     """Perplexities of a run's three models, layers' pruning errors, and errors after the repair."""
     run = FinishedRun(Path(folder))
-    dense = load_here(run.origin(), LoadConfig())
+    dense = load_described(run.origin(), LoadConfig())
     packed = [
         packed_text(TextConfig(text=(file,), max_tokens=int(num_tokens)), dense.tokenizer)
         for file in files
@@ -133,7 +133,7 @@ def texts(folder: str, num_tokens: str, *files: str) -> Row:
     columns = {"dense": measured()}
     with masked_by(dense, *run.layouts):
         columns["as_split"] = measured()
-    dense = load_here(run.described(), LoadConfig())
+    dense = load_described(run.described(), LoadConfig())
     with masked_by(dense, *run.layouts):
         columns["repaired"] = measured()
     own = read_json(Path(folder) / "6_evaluate" / "results.json")

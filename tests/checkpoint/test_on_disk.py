@@ -83,8 +83,7 @@ def test_a_dense_model_runs_from_disk_as_it_runs_in_memory(
 ):
     tied = {"head_only": True} if family == "llama" else {"tied": dtype == "float32"}
     dense = dense_of(family, dtype="bfloat16", load_dtype=dtype, **tied)
-    asked = "auto" if dtype == "bfloat16" else torch.float32  # else than stored
-    from_disk = on_disk(describe_dense(dense.source), CPU, asked)
+    from_disk = on_disk(describe_dense(dense.source), CPU, getattr(torch, dtype))
     assert from_disk.device == CPU
     for _ in range(2):
         expected = logits_of(dense.model, tokens_BT)
@@ -105,7 +104,7 @@ def test_no_more_than_one_part_is_in_memory_throughout_an_export(
 @pytest.mark.gpu
 def test_weights_are_streamed_to_a_gpu(tiny_dense, exported, nothing_is_kept):
     source = describe_dense(str(tiny_dense("llama", dtype="bfloat16")))
-    dense = on_disk(source, torch.device("cuda"), "auto")
+    dense = on_disk(source, torch.device("cuda"), torch.bfloat16)
     assert exported(dense).record.problems == []
     assert dense.device.type == "cuda"
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.common.distributed import full_tensor, local_part
 from dotmoe.models.family import FAMILIES
-from dotmoe.models.load import describe_dense, is_sharded, load_sharded
+from dotmoe.models.load import describe_dense, is_sharded, read_weights
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(2, 50).view(2, 24)
@@ -26,7 +26,7 @@ def line_of_one():
 
 
 def loaded(folder, mesh, dtype=torch.float32):
-    return load_sharded(describe_dense(str(folder)), mesh, CPU, dtype)
+    return read_weights(describe_dense(str(folder)), CPU, dtype, mesh)
 
 
 @pytest.mark.parametrize(("family_name", "tied"), [*product(FAMILIES, [False]), ("llama", True)])

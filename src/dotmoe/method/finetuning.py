@@ -249,7 +249,7 @@ def computed_in(
     num_bytes = 16 if config.train == "everything" else stored.itemsize
     num_bytes *= num_parameters(dense.model)
     shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
-    return (stored if dtype == "auto" else dtype), shard
+    return dtype, shard
 
 
 def finetune(

@@ -599,7 +599,7 @@ def compute_constants(model: nn.Module, device: torch.device) -> None:
                 child.embed_scale = torch.tensor(child.scalar_embed_scale, device=device)
             elif buffers - child.state_dict().keys():
                 own = getattr(child, "config", config)
-                setattr(parent, name, type(child)(own).to(device))
+                setattr(parent, name, type(child)(own).to(device).train(child.training))
 
 
 def num_parameters(module: nn.Module) -> int:

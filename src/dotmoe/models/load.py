@@ -86,13 +86,9 @@ def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
     dtype, ranks = dtype_for(dense, config, device), distributed.mesh(device)
 
     def read() -> DenseModel:
-        own = Tensors.of(dense).dtype if dtype == "auto" else dtype
-        num_bytes = own.itemsize * num_parameters(dense.model)
+        num_bytes = dtype.itemsize * num_parameters(dense.model)
         sharded = ranks is not None and is_sharded(config.sharding, num_bytes, device)
-        if ranks is not None and sharded:
-            model = load_sharded(dense, ranks, device, own)
-        else:
-            model = _whole(dense, dtype).to(device)
+        model = read_weights(dense, device, dtype, ranks if sharded else None)
         for name, parameter in model.named_parameters():
             if not is_finite(distributed.local_part(parameter)):
                 raise UserError(
@@ -102,23 +98,6 @@ def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
         return replace(dense, model=model, weights="shards" if sharded else "memory")
 
     return distributed.raise_on_all_ranks(read)
-
-
-def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
-    """The model with all weights in this rank's memory; loads them unless they are there."""
-    if dense.weights == "memory":
-        return dense
-    device = distributed.resolved_device(config.device)
-    model = _whole(dense, dtype_for(dense, config, device))
-    return replace(dense, model=model.to(device), weights="memory")
-
-
-def _whole(dense: DenseModel, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
-    """The weights of a described model on the CPU, with those that a repair has changed."""
-    model, tensors = load_weights(dense.folder, dtype), Tensors.of(dense)
-    for name, tensor in tensors.read_all(tensors.changed):
-        model.get_parameter(name).data.copy_(tensor)
-    return model
 
 
 def trained_model(dense: DenseModel, stage: Path) -> DenseModel:
@@ -139,17 +118,16 @@ def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:
     return on_disk(dense, device, dtype_for(dense, config, device))
 
 
-def dtype_for(
-    dense: DenseModel, config: LoadConfig, device: torch.device
-) -> torch.dtype | Literal["auto"]:
+def dtype_for(dense: DenseModel, config: LoadConfig, device: torch.device) -> torch.dtype:
     """The dtype in which a model is converted; not float16 unless it is asked for.
 
     Gradients underflow in float16. bfloat16 has the range of float32.
     """
     dtype = resolved_dtype(config.dtype, device)
-    if dtype == "auto" and Tensors.of(dense).dtype == torch.float16:
-        return torch.bfloat16
-    return dtype
+    if dtype != "auto":
+        return dtype
+    stored = Tensors.of(dense).dtype
+    return torch.bfloat16 if stored == torch.float16 else stored
 
 
 def describe_dense(source: str) -> DenseModel:
@@ -284,24 +262,28 @@ def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool
     return num_bytes > LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
-def load_sharded(
-    dense: DenseModel, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
+def read_weights(
+    dense: DenseModel, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh | None = None
 ) -> nn.Module:
-    """Load a described model in shards; each rank reads its own rows, tensor by tensor."""
-    family, model, tensors = dense.family, meta_model(dense.config, dtype), Tensors.of(dense)
+    """A described model with its weights, read tensor by tensor; in shards if there is a mesh.
+
+    In shards each rank reads its own rows. Raises `UserError` for a tensor that is missing or of
+    another shape.
+    """
+    model, tensors = meta_model(dense.config, dtype), Tensors.of(dense)
     tensors.require_shapes(model)
     trunk, head = model.get_submodule("model"), model.get_submodule("lm_head")
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    matrix = model.get_parameter("lm_head.weight")
+    matrix: Tensor = model.get_parameter("lm_head.weight")
     is_tied = matrix is embedding.weight
-    for part in (*family.layers(model), embedding, trunk):
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    if mesh is not None:
+        for part in (*dense.family.layers(model), embedding, trunk):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        matrix = distribute_tensor(matrix, mesh, [Shard(0)])  # on the meta device: nothing is sent
     trunk.to_empty(device=device)
     compute_constants(model, device)
-    head.weight = embedding.weight
-    if not is_tied:
-        shard = distribute_tensor(matrix, mesh, [Shard(0)])  # on the meta device: nothing is sent
-        head.weight = nn.Parameter(torch.empty_like(shard, device=device), requires_grad=False)
+    own = nn.Parameter(torch.empty_like(matrix, device=device), requires_grad=False)
+    head.weight = embedding.weight if is_tied else own
     for name, parameter in model.named_parameters():
         fill_own_rows(parameter, tensors, name)
     return model

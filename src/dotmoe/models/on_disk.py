@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,18 +35,16 @@ Read = Callable[[str, Iterable[str]], Mapping[str, Tensor]]
 def on_disk(
     dense: DenseModel,
     device: torch.device,
-    dtype: torch.dtype | Literal["auto"],
+    dtype: torch.dtype,
     *,
     rounded_to: torch.dtype | None = None,
 ) -> DenseModel:
     """The same dense model, loaded or only described, with its weights left in its folder.
 
-    It computes in `dtype` (auto: that of the stored FFNs); weights are first rounded to
-    `rounded_to`. Raises `UserError` at once if a tensor is missing or of another shape, and when a
-    part runs if its weights are not finite.
+    It computes in `dtype`; weights are first rounded to `rounded_to`. Raises `UserError` at once if
+    a tensor is missing or of another shape, and when a part runs if its weights are not finite.
     """
     tensors = Tensors.of(dense)
-    dtype = tensors.dtype if dtype == "auto" else dtype
     model = empty_model(dense.config, device, dtype)
     tensors.require_shapes(model)
 
