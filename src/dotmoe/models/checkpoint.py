@@ -155,15 +155,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
                 "them with Transformers, then model.save_pretrained(folder)."
             )
         raise UserError(f"{folder} holds no {single.name} and no {index.name}. Fetch them.")
-    values = read_json(index)
-    shard_of = values.get("weight_map")
+    shard_of = read_json(index).get("weight_map")
     is_map = isinstance(shard_of, dict) and all(isinstance(each, str) for each in shard_of.values())
     if not shard_of or not is_map:
         raise UserError(f"{index} has no weight_map. Download it again.")
-    if not isinstance(values.get("metadata"), dict):
-        raise UserError(
-            f'{index} has no metadata, which Transformers requires. Add "metadata": {{}} to it.'
-        )
     shards = {folder / shard for shard in shard_of.values()}
     files = {name: shard for shard in sorted(shards) for name in _tensor_names(shard)}
     for name, shard in shard_of.items():
@@ -244,8 +239,6 @@ class Tensors:
             for name, place in named.items()
             if name not in self.left_out
         }
-        self.changed = dict[str, Path]()
-        """Files of the tensors that a repair has replaced."""
         self.names = set(self._place)
         """Names of the tensors as stored, without aliases."""
         stored = EMBEDDING if EMBEDDING in self.names else HEAD
@@ -259,8 +252,7 @@ class Tensors:
         tied = bool(config.tie_word_embeddings)
         tensors = cls(folder, tied=tied, part_of=lambda name: family.stored(config, name))
         for path in dense.changes.glob(f"*/{CHANGED}") if dense.changes else ():
-            tensors.changed |= dict.fromkeys(_tensor_names(path), path)
-        tensors._place |= {name: (path, name) for name, path in tensors.changed.items()}
+            tensors._place |= {name: (path, name) for name in _tensor_names(path)}
         if not tied and EMBEDDING in tensors.names and HEAD not in tensors.names:
             raise UserError(
                 f"{folder} holds no {HEAD}: it is a base model, saved without the head. Load it "

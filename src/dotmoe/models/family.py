@@ -160,7 +160,6 @@ class GatedFFN(NamedTuple):
 class Family:
     """A decoder in LLaMA's form; its traits are those of the stock model's modules and config."""
 
-    model_type: str
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Its own names of modules, by their names in LLaMA's form."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -290,35 +289,31 @@ class Family:
         return TensorPart(self.own_name(name))
 
 
-_GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")} | _GATE_UP
-_LLAMA_LIKE = (
-    *("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2"),
-    *("internlm3", "iquestcoder", "seed_oss", "cwm", "ministral", "ministral3"),
-)
-FAMILIES = {name: Family(model_type=name) for name in _LLAMA_LIKE}
-FAMILIES["phi3"] = Family(model_type="phi3", fused=_FUSED)
-_OFFSETS = dict.fromkeys(
-    ("smollm3", "olmo3", "exaone4", "cohere2", "hunyuan_v1_dense", "ernie4_5"), 0.0
-)
-_OFFSETS |= dict.fromkeys(("gemma", "gemma2", "gemma3_text", "qwen3_5_text"), 1.0)
-FAMILIES |= {n: Family(model_type=n, is_own=True, norm_offset=x) for n, x in _OFFSETS.items()}
-FAMILIES["glm4"] = Family(
-    model_type="glm4", is_own=True, fused=_GATE_UP, ffn_norm_after="post_mlp_layernorm"
-)
-FAMILIES["granitemoehybrid"] = Family(  # Granite 4; without experts, its shared one is the FFN
-    model_type="granitemoehybrid",
-    renamed={"mlp": "shared_mlp", "down_proj": "output_linear"},
-    fused={"input_linear": _GATE_UP["gate_up_proj"]},
-)
-FAMILIES["lfm2"] = Family(
-    model_type="lfm2",
-    is_own=True,
-    renamed={
-        **{"mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-        "norm": "embedding_norm",
-    },
-)
+_GATE_UP = ("gate_proj", "up_proj")
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2"), Family()),
+    **dict.fromkeys(("internlm3", "iquestcoder", "seed_oss", "cwm"), Family()),
+    **dict.fromkeys(("ministral", "ministral3"), Family()),
+    "phi3": Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": _GATE_UP}),
+    **dict.fromkeys(("smollm3", "olmo3", "exaone4", "cohere2"), Family(is_own=True)),
+    **dict.fromkeys(("hunyuan_v1_dense", "ernie4_5"), Family(is_own=True)),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), Family(is_own=True, norm_offset=1.0)),
+    "qwen3_5_text": Family(is_own=True, norm_offset=1.0),
+    "glm4": Family(
+        is_own=True, fused={"gate_up_proj": _GATE_UP}, ffn_norm_after="post_mlp_layernorm"
+    ),
+    "granitemoehybrid": Family(  # Granite 4; without experts, its shared one is the FFN
+        renamed={"mlp": "shared_mlp", "down_proj": "output_linear"},
+        fused={"input_linear": _GATE_UP},
+    ),
+    "lfm2": Family(
+        is_own=True,
+        renamed={
+            **{"mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+            "norm": "embedding_norm",
+        },
+    ),
+}
 
 
 def stated(config: Any, key: str, default: Any = None) -> Any:

@@ -66,23 +66,17 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
             weight is read or downloaded), files are missing or damaged, tensors are missing, not
             finite or of another shape, or the tokenizer does not fit. On all ranks if on one.
     """
-    _device_of(config)
     return load_described(distributed.raise_on_all_ranks(lambda: describe_dense(source)), config)
 
 
-def _device_of(config: LoadConfig) -> torch.device:
+def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
+    """`load_dense` of a model that is described already; every rank must call this."""
     device = distributed.resolved_device(config.device)
     if device.index is not None and distributed.num_ranks() > 1:
         raise UserError(
             f"device is {config.device!r}, but under torchrun each rank takes a GPU of its own. "
             "Choose cuda or auto."
         )
-    return device
-
-
-def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
-    """`load_dense` of a model that is described already; every rank must call this."""
-    device = _device_of(config)
     dtype, ranks = dtype_for(dense, config, device), distributed.mesh(device)
 
     def read() -> DenseModel:
