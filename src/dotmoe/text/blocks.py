@@ -30,7 +30,6 @@ from dotmoe.text.config import DataConfig
 from dotmoe.text.sources import (
     Continuation,
     Rendered,
-    StreamError,
     cut,
     local_files,
     opened,
@@ -115,9 +114,9 @@ class BlockWriter:
         self.num_tokens += len(tokens)
         self.file.write(torch.as_tensor(tokens, dtype=torch.int32).numpy().data)
 
-    def keep(self, state: Mapping[str, Any], *, now: bool = True) -> None:
-        """Make what is appended survive the end of this process; unless `now`, every 10 s."""
-        if now or time.monotonic() - self.kept >= _KEEP_SECONDS:
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Every 10 s, make what is appended survive the end of this process."""
+        if time.monotonic() - self.kept >= _KEEP_SECONDS:
             self.file.flush()
             os.fsync(self.file.fileno())
             whole = {"job": self.job, "state": state, "tokens": self.num_tokens}
@@ -131,9 +130,8 @@ def block_writer(path: Path, seq_len: int, job: Values | None = None) -> Iterato
 
     The write is atomic: the file is in the folder `PATH.parts` until the context ends without an
     exception, and an older file of the final name is kept until then. What the writer was told to
-    `keep` stays after a kill, an interrupt and a `StreamError`, and a writer with the same `job`
-    goes on from there. Raises `UserError` if the disk is full, permission is missing, or the folder
-    does not exist.
+    `keep` stays, also after a kill, and a writer with the same `job` goes on from there. Raises
+    `UserError` if the disk is full, permission is missing, or the folder does not exist.
     """
     parts = path.with_name(path.name + ".parts")
     partial, state_file = parts / "tokens", parts / "state.json"
@@ -155,10 +153,6 @@ def block_writer(path: Path, seq_len: int, job: Values | None = None) -> Iterato
             os.fsync(file.fileno())
         partial.replace(path)
         state_file.unlink(missing_ok=True)
-    except UserError as error:
-        if not isinstance(error, StreamError):  # the input will change
-            state_file.unlink(missing_ok=True)
-        raise
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror or error}). Make room or choose another "
@@ -313,24 +307,15 @@ def pack_sources(
             (one, tokenised(opened(one["name"], config, tokenizer), tokenizer, one["pieces"]))
             for one in records
         ]
-        try:
-            for record, ids, _ in joined(sources, tokenizer, last):
-                last = record
-                excess = max(0, writer.num_tokens + len(ids) - max_tokens)
-                record["tokens"] -= excess
-                writer.append(ids[: len(ids) - excess])
-                on_progress(writer.num_tokens, max_tokens)
-                if writer.num_tokens == max_tokens:
-                    break
-                writer.keep(_state(records, last), now=False)
-        except StreamError as error:
-            if last is None:
-                raise
-            writer.keep(_state(records, last))
-            raise StreamError(
-                f"{error} {writer.num_tokens:,} tokens are kept: the same command goes on from "
-                "there."
-            ) from error
+        for record, ids, _ in joined(sources, tokenizer, last):
+            excess = max(0, writer.num_tokens + len(ids) - max_tokens)
+            record["tokens"] -= excess
+            writer.append(ids[: len(ids) - excess])
+            on_progress(writer.num_tokens, max_tokens)
+            if writer.num_tokens == max_tokens:
+                break
+            is_last = [one is record for one in records]
+            writer.keep({"sources": records, "last": is_last.index(True)})
         if writer.num_tokens < config.seq_len:
             raise UserError(
                 f"{', '.join(config.data)} has {writer.num_tokens} tokens (read at most: "
@@ -345,11 +330,6 @@ def pack_sources(
         "sources": records,
         "separator": separator_of(tokenizer),
     }
-
-
-def _state(records: list[Record], last: Record) -> Values:
-    """From where the reading of sources goes on."""
-    return {"sources": records, "last": [one is last for one in records].index(True)}
 
 
 def source_record(name: str, weight: float | None) -> Record:

@@ -68,10 +68,6 @@ class Rendered(str):
     __slots__ = ()
 
 
-class StreamError(UserError):
-    """`datasets` cannot read a source, or not further; its own new attempts did not mend it."""
-
-
 def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
     """Stream the documents of all sources, one source after the other.
 
@@ -204,7 +200,7 @@ def _dataset_rows(source: str, split: str, buffer: int, seed: int) -> Iterator[d
         raise
     except Exception as error:  # of any type, those of the network and of parsers among them
         cause = one_line(error)[:200].rstrip(".") or type(error).__name__
-        raise StreamError(
+        raise UserError(
             f"{source} ({split}) cannot be read by datasets: {cause}. Check its name, its "
             "configuration and split. The hub needs the network, and HF_HUB_OFFLINE unset."
         ) from error
