@@ -218,14 +218,11 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
 def overlap(training: TokenBlocks, heldout: TokenBlocks) -> float:
     """Share of the held-out text's runs of `RUN_TOKENS` tokens that the training text contains."""
     run, every = _runs(training, heldout)
-    seen, counts = torch.unique(every, return_counts=True)  # sorted
-    found = torch.zeros(len(seen), dtype=torch.bool)
+    found = torch.zeros(len(every), dtype=torch.bool)
     text, step = training.tokens_BT.view(1, -1), _BLOCKS_AT_ONCE * training.seq_len
     for start in range(0, training.num_tokens - run + 1, step):
-        hashes = _hashes(text[:, start : start + step + run - 1], run)
-        places = torch.searchsorted(seen, hashes).clamp_(max=len(seen) - 1)
-        found[places[seen[places] == hashes]] = True
-    return int(counts[found].sum()) / len(every)
+        found |= torch.isin(every, _hashes(text[:, start : start + step + run - 1], run))
+    return int(found.sum()) / len(every)
 
 
 def _runs(training: TokenBlocks, heldout: TokenBlocks) -> tuple[int, Tensor]:
