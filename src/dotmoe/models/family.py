@@ -253,7 +253,8 @@ class Family:
 
     def norm_after(self, layer: nn.Module, target: "Target") -> nn.Module:
         """The norm (or identity) between a part and the stream, before a residual multiplier."""
-        name = self.ffn_norm_after if target.name == "ffn" else target.norm_after
+        is_ffn = target.name == "ffn"
+        name = self.ffn_norm_after if is_ffn else "post_attention_layernorm"
         return getattr(layer, name) if hasattr(layer, self.ffn_norm_after) else nn.Identity()
 
     def gain(self, norm: nn.Module) -> Tensor:
@@ -428,8 +429,6 @@ class Target(NamedTuple):
     """LLaMA's name of the module in a layer; the router reads the module's input."""
     output_name: str
     """Name of the output projection, which no family fuses."""
-    norm_after: str
-    """Name of the norm after the module, in families that have one."""
 
     def units(self, config: Any) -> int:
         """Number of units of a layer (N)."""
@@ -456,8 +455,8 @@ class Target(NamedTuple):
 TARGETS = {
     target.name: target
     for target in (
-        Target("ffn", "FFN neurons", "mlp", "down_proj", "post_feedforward_layernorm"),
-        Target("attention", "query heads", "self_attn", "o_proj", "post_attention_layernorm"),
+        Target("ffn", "FFN neurons", "mlp", "down_proj"),
+        Target("attention", "query heads", "self_attn", "o_proj"),
     )
 }
 """Targets by name; if both are split, in this order."""
