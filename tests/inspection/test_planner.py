@@ -99,7 +99,8 @@ def test_published_dense_training_is_predicted_within_25_percent(gpu, nodes, bat
     # is between those of all and of none. All experts are on: the work is the dense model's.
     dense = sizes(llama_3_8b(), experts=2, active_experts=2)
     one = step(dense, train="everything", batch_size=batch_size, seq_len=8_192)
-    found = plan(one, ACCELERATORS[gpu], 8, nodes, tokens=one.tokens)
+    machine = replace(ACCELERATORS[gpu], gpus=8, nodes=nodes)
+    found = plan(one, machine, tokens=one.tokens)
     sharded = [choice for choice in found["choices"] if choice["sharded"]]
     speeds = {each["checkpointing"]: each["tokens_per_s"] / 8 / nodes for each in sharded}
     assert 0.75 * speeds[True] < published < 1.25 * speeds[False]

@@ -71,7 +71,7 @@ def test_the_products_of_a_repair_are_those_that_pytorch_counts(
     width = 384
     solutions = 3 * SOLUTIONS * width**2 * (width // 3 + 2 * 64)  # which PyTorch does not count
     config = RunConfig(model="", out="", repair=True, repairing=repairing)
-    work = Stages.of(found, replace(config, data=DataConfig(seq_len=64))).repair(HERE, 1)
+    work = Stages(found, replace(config, data=DataConfig(seq_len=64))).repair(HERE)
     assert sum(work[:3]) - solutions == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 

@@ -25,7 +25,7 @@ from dotmoe.measure.inspection.planner import (
     measured_here,
     plan,
 )
-from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
+from dotmoe.measure.inspection.sizes import Sizes, exported_bytes
 from dotmoe.measure.inspection.stages import SPLIT_LEFT_OUT, UNMEASURED, Stages
 from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
@@ -33,15 +33,9 @@ from dotmoe.method.granularity import Splits, to_record
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
-from dotmoe.run.config import RunConfig, finetune_recipe
+from dotmoe.run.config import RunConfig
 from dotmoe.run.settled import settled, splits_for
 
-CHOICES = {
-    "": RepairConfig(),
-    "--repair-epochs 0": RepairConfig(repair_epochs=0),
-    "--repair-epochs 0 --repair-tokens 16384": RepairConfig(repair_epochs=0, repair_tokens=16_384),
-}
-"""Repairs to choose from, by their options; the first loses least and takes longest."""
 AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
@@ -60,33 +54,34 @@ def inspect_model(
     options, dense, sizes, form = _sized(config, options, stored)
     here = here or _measured(device, options, stored)
     is_asked = options.finetune_recipe or options.finetune_steps
-    machines: list[tuple[Accelerator, int, int]] = [] if options.gpu else [(here, 1, 1)]
+    machines = [] if options.gpu else [here]
+    own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
     for name in [options.gpu] if options.gpu else ACCELERATORS:
         for gpus in [options.gpus] if options.gpus else (1, 8):
-            own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
             machine = ACCELERATORS[name].computing_in(own)
-            machines.append((machine, gpus, options.nodes))
+            machines.append(replace(machine, gpus=gpus, nodes=options.nodes))
     chosen = list[str]()
     if options.time:
-        options, why = chosen_in_time(options, machines[0][0])
+        options, why = chosen_in_time(options, machines[0])
         chosen.append(why)
-    stages, trainings = Stages.of(sizes, options), _trainings(sizes, options)
+    stages = Stages(sizes, options)
+    trainings = stages.trainings()
     if stages.compares_layers:
         most = sizes.widths.layers // LAYERS_PER_DENSE
         chosen.append(f"up to {most} leading layers stay dense, which it measures on the text")
     plans, conversions, choices = (list[dict[str, Any]]() for _ in range(3))
-    for machine, gpus, nodes in machines:
+    for machine in machines:
         made = {
-            task: {"task": task, **plan(step, machine, gpus, nodes, tokens=tokens)}
+            task: {"task": task, **plan(step, machine, tokens=tokens)}
             for task, (step, tokens) in trainings.items()
         }
         plans += made.values()
         align = made.get("align")
-        conversions.append(stages.on(machine, gpus, nodes, align))
+        conversions.append(stages.on(machine, align))
         if not choices and options.repair:  # on the first machine
-            for name, _, choice in stages.repaired(CHOICES):
-                taken = choice.on(machine, gpus, nodes, align)
-                choices.append({"command": f"convert MODEL OUT {name}", "hours": taken["hours"]})
+            for name, choice in stages.repaired():
+                hours = choice.on(machine, align)["hours"]
+                choices.append({"command": f"convert MODEL OUT {name}", "hours": hours})
             if tuned := made.get("finetune"):
                 given = {"recipe": options.finetune_recipe, "steps": options.finetune_steps}
                 words = [f" --{name} {value}" for name, value in given.items() if value]
@@ -108,7 +103,7 @@ def inspect_model(
             "tokens": {task: tokens for task, (_, tokens) in trainings.items()},
             "calibration_tokens": stages.calibration_tokens,
             "repair_tokens": stages.repair_tokens,
-            "repair_epochs": stages.repair_epochs,
+            "repair_epochs": options.repairing.repair_epochs,
             "device": str(device),
         },
         **items,
@@ -144,17 +139,16 @@ def chosen_in_time(
     model, folder = dense_config(config.model)
     stored, device = stored_dtype(model, folder), resolved_device(config.load.device)
     meant, _, sizes, _ = _sized(model, config, stored)
-    here = here or _measured(device, config, stored)
-    stages, gpus = Stages.of(sizes, meant), num_ranks()
-    training = _trainings(sizes, meant).get("align")
-    align = None if training is None else plan(training[0], here, gpus, 1, tokens=training[1])
-    said = list[str]()
-    for name, how, choice in stages.repaired(CHOICES):
-        hours = choice.on(here, gpus, 1, align)["hours"] or math.inf
+    here = here or replace(_measured(device, config, stored), gpus=num_ranks())
+    stages, said = Stages(sizes, meant), list[str]()
+    training = stages.trainings().get("align")
+    align = None if training is None else plan(training[0], here, tokens=training[1])
+    for name, choice in stages.repaired():
+        hours = choice.on(here, align)["hours"] or math.inf
         said.append(f"{name or 'the default repair'} about {in_time(hours)}")
         if hours <= float(match[1]) * _HOURS[match[2]]:
             text = f"time {config.time}: takes {', not '.join(reversed(said))}, by estimate"
-            return replace(config, repairing=how), text
+            return replace(config, repairing=choice.config.repairing), text
     raise UserError(
         f"time is {config.time}, but no repair takes less here: {', '.join(said)}. Raise time, or "
         "give --no-repair."
@@ -186,27 +180,6 @@ def _measured(device: torch.device, options: RunConfig, stored: torch.dtype) -> 
     if dtype == "auto":
         dtype = torch.bfloat16 if stored.itemsize == 2 else torch.float32
     return measured_here(device, dtype)
-
-
-def _trainings(sizes: Sizes, options: RunConfig) -> dict[str, tuple[Step, int]]:
-    """A step of the alignment and of the finetuning, if any, and the tokens of all steps."""
-    trainings = {}
-    length, align = min(options.data.seq_len, sizes.widths.context), options.align
-    if align.steps:
-        step = Step(sizes=sizes, batch_size=align.batch_size, seq_len=length)
-        trainings["align"] = step, align.steps * step.tokens
-    if isinstance(options, InspectConfig) and not sizes.has_heads:
-        tuning = finetune_recipe(options.finetune_recipe or "default")
-        how, train = tuning.finetune, options.train
-        step = Step(
-            sizes=sizes,
-            batch_size=how.batch_size,
-            seq_len=min(tuning.data.seq_len, sizes.widths.context),
-            train=train,
-            distils=how.kl_weight > 0,
-        )
-        trainings["finetune"] = step, (options.finetune_steps or how.steps) * step.tokens
-    return trainings
 
 
 def stored_dtype(config: Any, folder: Path) -> torch.dtype:

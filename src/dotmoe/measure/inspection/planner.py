@@ -75,6 +75,20 @@ class Accelerator:
     network_bytes_per_s: float = 0
     on_cpu: bool = False
     origin: str = "quoted"
+    gpus: int = 1
+    """Number of such devices on each node."""
+    nodes: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of devices on all nodes."""
+        return self.gpus * self.nodes
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Which devices these are, as JSON values."""
+        place = {"gpu": self.name, "gpus": self.gpus, "nodes": self.nodes}
+        return {**place, "origin": self.origin}
 
     @property
     def efficiency(self) -> Efficiency:
@@ -87,10 +101,12 @@ class Accelerator:
             return self
         return replace(self, dtype=dtype, flops_per_s=self.single_flops_per_s)
 
-    def link(self, gpus: int, nodes: int) -> float:
+    @property
+    def link(self) -> float:
         """Bytes per second that a collective between GPUs is assumed to reach."""
         # Between nodes all GPUs of a node receive for each other, so their links add up.
-        network = gpus * self.network_bytes_per_s if nodes > 1 else self.link_bytes_per_s
+        between_nodes = self.gpus * self.network_bytes_per_s
+        network = between_nodes if self.nodes > 1 else self.link_bytes_per_s
         return LINK_SHARE * min(self.link_bytes_per_s, network)
 
     @property
@@ -235,15 +251,15 @@ def traffic(step: Step) -> int:
     return gathering + FLOAT32 * step.trained * (times if is_owned else 2)
 
 
-def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int) -> dict[str, Any]:
-    """Recommend how to run on `tokens` tokens on `nodes` nodes of `gpus` GPUs, as JSON values.
+def plan(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
+    """Recommend how to run on `tokens` tokens on a machine, as JSON values.
 
     `choices` are the ways to run at the largest micro-batch: whole weights, sharded ones, both with
     checkpointing, and on a GPU with what is trained on the host, too. `recommended` is the fastest
     that fits, or an earlier one that is as fast; if none fits it is None, as are the hours, and
     `gpus_needed` is how many GPUs would do.
     """
-    ranks, choices = gpus * nodes, []
+    ranks, choices = machine.ranks, []
     step = replace(step, held=machine.held, on_cpu=machine.on_cpu)
     can_offload = step.train == "everything" and not machine.on_cpu
     ways = [*product((False,), (False, True), (False, True)[: min(2, ranks)])]
@@ -253,7 +269,7 @@ def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int
         way = replace(way, offload=offload)
         fits = most_at_once(way, machine)
         way = replace(way, micro_batch_size=max(1, fits))
-        choices.append({**_on_machine(way, machine, gpus, nodes), "fits": fits > 0})
+        choices.append({**_on_machine(way, machine), "fits": fits > 0})
     fitting = [choice for choice in choices if choice["fits"]]
     best = max((choice["tokens_per_s"] for choice in fitting), default=0)
     chosen = next((each for each in fitting if each["tokens_per_s"] >= AS_FAST * best), None)
@@ -261,10 +277,7 @@ def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int
     enough = (n for n in range(1, MOST_GPUS + 1) if most_at_once(replace(least, ranks=n), machine))
     hours = None if chosen is None else tokens / chosen["tokens_per_s"] / 3_600
     return {
-        "gpu": machine.name,
-        "gpus": gpus,
-        "nodes": nodes,
-        "origin": machine.origin,
+        **machine.place,
         "choices": choices,
         "recommended": chosen,
         "gpus_needed": next(enough, None) if chosen is None else None,
@@ -273,14 +286,14 @@ def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int
     }
 
 
-def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict[str, Any]:
+def _on_machine(step: Step, machine: Accelerator) -> dict[str, Any]:
     """Memory of each GPU by item, and seconds of a step by part, as JSON values.
 
     Communication overlaps with computation as far as that lasts.
     """
     parts, memory = seconds(step, machine), step_memory(step)
     if step.ranks > 1:
-        communication = (1 - 1 / step.ranks) * traffic(step) / machine.link(gpus, nodes)
+        communication = (1 - 1 / step.ranks) * traffic(step) / machine.link
         parts["waiting for communication"] = max(0.0, communication - sum(parts.values()))
     step_s = sum(parts.values())
     place = "offloaded" if step.offload else "sharded" if step.sharded else "whole"

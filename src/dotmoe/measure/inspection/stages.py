@@ -6,12 +6,13 @@ the other stages one. Passes and shares are those of `planner`; what is fitted o
 `UNMEASURED`.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection.planner import (
     ADAM_BYTES,
     ASSIGNMENT_BYTES,
@@ -23,6 +24,7 @@ from dotmoe.measure.inspection.sizes import (
     STREAMS,
     Items,
     Sizes,
+    Step,
     calibration_memory,
     evaluation_memory,
     export_memory,
@@ -35,7 +37,7 @@ from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS, repair_tokens
 from dotmoe.method.sparse import whole_is_faster
 from dotmoe.models.load import LARGEST_SHARE
-from dotmoe.run.config import RunConfig
+from dotmoe.run.config import RunConfig, finetune_recipe
 
 TOKENS_PER_S = 200_000
 """Tokens that one CPU thread tokenises in a second, measured with SmolLM2's tokenizer."""
@@ -46,6 +48,12 @@ SOLVER_STEPS = 40
 ENERGY_PASSES, INPUT_PASSES = 90, 45
 """Passes over a layer's energies, [T, N] in float32, and its inputs, [T, D] in float64, of all
 rounds of the start, fitted: a product with as few columns as experts is bound by memory."""
+CHOICES = {
+    "": RepairConfig(),
+    "--repair-epochs 0": RepairConfig(repair_epochs=0),
+    "--repair-epochs 0 --repair-tokens 16384": RepairConfig(repair_epochs=0, repair_tokens=16_384),
+}
+"""Repairs to choose from, by their options; the first loses least and takes longest."""
 UNMEASURED = (
     "Rates of GPUs are quoted from vendors, and the shares of them that are reached, assumed.",
     "Disks are assumed to read and write 1 GB/s; downloads are not included.",
@@ -68,8 +76,8 @@ class Work(NamedTuple):
     exchanged: int = 0
     """Bytes that each of several devices gives to the others."""
 
-    def hours(self, machine: Accelerator, link: float) -> float:
-        """Hours on one device of this machine, with a link to others of that many bytes/s."""
+    def hours(self, machine: Accelerator) -> float:
+        """Hours on one device of this machine."""
         share = machine.efficiency
         products = (
             self.held / machine.flops_per_s
@@ -78,83 +86,60 @@ class Work(NamedTuple):
         )
         moved = self.moved / (share.moved * machine.bytes_per_s)
         rest = self.disk / DISK_BYTES_PER_S + self.tokens / TOKENS_PER_S
-        rest += self.exchanged / link if link else 0
+        rest += self.exchanged / machine.link if machine.link else 0
         return (products / share.products + moved + rest) / 3_600
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """The numbers of a conversion that decide what its stages cost; 0 tokens: no such stage."""
+    """The stages of a conversion, with a config whose experts are settled; 0 tokens: no stage."""
 
-    sizes: Sizes
-    method: str
-    calibration_tokens: int
-    repair_tokens: int
-    repair_epochs: int
-    training_tokens: int
-    """Tokens of all alignment steps."""
-    eval_tokens: int
-    verify_tokens: int
-    scale_tokens: int
-    seq_len: int
-    compares_layers: bool
-    """Whether the number of leading dense layers is measured."""
+    def __init__(self, sizes: Sizes, config: RunConfig) -> None:
+        self.sizes, self.config = sizes, config
+        self.seq_len = min(config.data.seq_len, sizes.widths.context)
+        self.calibration_tokens = config.calibration_tokens(sizes.widths.model)
+        repaired = repair_tokens(config.repairing, sizes.splits, sizes.config)
+        self.repair_tokens = config.repair * repaired
+        self.compares_layers = config.experts.first_dense_layers is None
+        """Whether the number of leading dense layers is measured."""
 
-    @classmethod
-    def of(cls, sizes: Sizes, config: RunConfig) -> "Stages":
-        """The stages of a conversion with this config, whose experts are settled."""
-        seq_len = min(config.data.seq_len, sizes.widths.context)
-        return cls(
-            sizes=sizes,
-            method=config.method,
-            calibration_tokens=config.calibration_tokens(sizes.widths.model),
-            repair_tokens=config.repair
-            * repair_tokens(config.repairing, sizes.splits, sizes.config),
-            repair_epochs=config.repairing.repair_epochs,
-            training_tokens=config.align.steps * config.align.batch_size * seq_len,
-            eval_tokens=config.eval_tokens,
-            verify_tokens=config.export.verify_tokens,
-            scale_tokens=config.export.scale_tokens,
-            seq_len=seq_len,
-            compares_layers=config.experts.first_dense_layers is None,
-        )
-
-    def repaired(
-        self, choices: Mapping[str, RepairConfig]
-    ) -> Iterator[tuple[str, RepairConfig, "Stages"]]:
-        """The same conversion with each of these repairs on at most the default's tokens."""
+    def repaired(self) -> Iterator[tuple[str, "Stages"]]:
+        """Options, and the same conversion with each of the `CHOICES` of fewer tokens."""
         most = repair_tokens(RepairConfig(), self.sizes.splits, self.sizes.config)
-        for name, how in choices.items():
-            tokens = repair_tokens(how, self.sizes.splits, self.sizes.config)
-            if how.repair_tokens is None or tokens < most:
-                epochs = how.repair_epochs
-                yield name, how, replace(self, repair_tokens=tokens, repair_epochs=epochs)
+        for name, how in CHOICES.items():
+            other = Stages(self.sizes, replace(self.config, repairing=how))
+            if how.repair_tokens is None or other.repair_tokens < most:
+                yield name, other
 
-    @property
-    def read(self) -> int:
-        """Number of tokens of text that are kept, held-out ones included."""
-        trained = max(self.training_tokens, self.calibration_tokens, self.repair_tokens)
-        return trained + self.eval_tokens
+    def trainings(self) -> dict[str, tuple[Step, int]]:
+        """A step of the alignment and of the finetuning, if any, and the tokens of all steps."""
+        trainings, config, align = {}, self.config, self.config.align
+        if align.steps:
+            step = Step(sizes=self.sizes, batch_size=align.batch_size, seq_len=self.seq_len)
+            trainings["align"] = step, align.steps * step.tokens
+        if isinstance(config, InspectConfig) and not self.sizes.has_heads:
+            tuning = finetune_recipe(config.finetune_recipe or "default")
+            step = Step(
+                sizes=self.sizes,
+                batch_size=tuning.finetune.batch_size,
+                seq_len=min(tuning.data.seq_len, self.sizes.widths.context),
+                train=config.train,
+                distils=tuning.finetune.kl_weight > 0,
+            )
+            steps = config.finetune_steps or tuning.finetune.steps
+            trainings["finetune"] = step, steps * step.tokens
+        return trainings
 
-    def on(
-        self, machine: Accelerator, gpus: int, nodes: int, align: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    def on(self, machine: Accelerator, align: dict[str, Any] | None) -> dict[str, Any]:
         """Hours, memory and disk of each stage on a machine; `align` is the plan of an alignment.
 
         `fits` is whether the device has the memory.
         """
-        rows: list[dict[str, Any]] = [
-            {
-                "stage": name,
-                "hours": work.hours(machine, machine.link(gpus, nodes)),
-                "memory": items,
-                "memory_total": sum(items.values())
-                - (0 if machine.on_cpu else items.get(STREAMS, 0)),
-                "disk": written,
-            }
-            for name, work, whole, written in self._all(machine, gpus * nodes)
-            for items in [self._as_placed(whole, name, machine, gpus * nodes)]
-        ]
+        rows = list[dict[str, Any]]()
+        for name, work, whole, written in self._all(machine):
+            items = self._as_placed(whole, name, machine)
+            on_host = 0 if machine.on_cpu else items.get(STREAMS, 0)
+            row: dict[str, Any] = {"stage": name, "hours": work.hours(machine), "memory": items}
+            rows.append(row | {"memory_total": sum(items.values()) - on_host, "disk": written})
         if align is not None:
             way = align["recommended"] or align["choices"][-1]
             trainables = self.sizes.affinities + self.sizes.counts.routers
@@ -165,21 +150,18 @@ class Stages:
             row["fits"] = row["memory_total"] <= USABLE_SHARE * machine.memory_bytes
         hours = [row["hours"] for row in rows]
         return {
-            "gpu": machine.name,
-            "gpus": gpus,
-            "nodes": nodes,
-            "origin": machine.origin,
+            **machine.place,
             "stages": rows,
             "hours": None if None in hours else sum(hours),
             "fits": all(row["fits"] for row in rows),
         }
 
-    def _as_placed(self, items: Items, stage: str, machine: Accelerator, ranks: int) -> Items:
+    def _as_placed(self, items: Items, stage: str, machine: Accelerator) -> Items:
         """The memory of a stage, with dense weights where `--sharding auto` puts them.
 
         What ranks divide for the start from data, rank zero reads from disk in its own stages.
         """
-        weights = machine.held * self.sizes.counts.dense_total
+        weights, ranks = machine.held * self.sizes.counts.dense_total, machine.ranks
         is_whole = ranks == 1 or machine.on_cpu or weights <= LARGEST_SHARE * machine.memory_bytes
         if is_whole or "dense weights" not in items:
             return items
@@ -210,7 +192,7 @@ class Stages:
         split, widths = self.sizes.split, self.sizes.widths
         tokens, width, experts = self.calibration_tokens, widths.model, split.num_experts
         stream = self.forward(machine, tokens)
-        if self.method != "dot_moe":
+        if self.config.method != "dot_moe":
             return stream
         units, layers, routers = split.units, widths.layers, ROUNDS + 1
         a_router = (4 * tokens + 2 * width) * width * experts
@@ -225,14 +207,15 @@ class Stages:
             moved=stream.moved + layers * (tokens * passes + solver),
         )
 
-    def repair(self, machine: Accelerator, ranks: int) -> Work:
+    def repair(self, machine: Accelerator) -> Work:
         """Two streams, the masked one's FFN twice; training; Gram matrices and their solutions.
 
         A pass of training costs 7/3 forwards of the experts that run; the input needs no gradient.
         The sums are of one triangle, and on a CPU of the experts that run. Ranks divide the tokens.
         To train they divide the neurons, and exchange inputs and outputs.
         """
-        sizes, width, tokens = self.sizes, self.sizes.widths.model, -(-self.repair_tokens // ranks)
+        sizes, width, ranks = self.sizes, self.sizes.widths.model, machine.ranks
+        tokens = -(-self.repair_tokens // ranks)
         is_ffn, counts = sizes.split.target == "ffn", sizes.counts
         stream, tried = self.forward(machine, (2 + sizes.has_heads) * tokens), SOLUTIONS - 1
         grams = 0
@@ -246,7 +229,7 @@ class Stages:
             (tried + 1) * n**2 * (n // 3 + 2 * width) + tried * 2 * n**2 * width
             for n in sizes.repaired_inputs
         )
-        trained = is_ffn * self.repair_epochs * tokens * (HELD_OUT - 1) // HELD_OUT
+        trained = is_ffn * self.config.repairing.repair_epochs * tokens * (HELD_OUT - 1) // HELD_OUT
         split, device = sizes.split, torch.device("cpu" if machine.on_cpu else "cuda")
         active = split.active_experts / split.num_experts
         is_whole = whole_is_faster(device, torch.float32, active, split.expert_size)
@@ -272,42 +255,45 @@ class Stages:
         """Writing and reading the export, and its verification in float32."""
         written = sum(exported_bytes(self.sizes).values())
         read = self.sizes.stored.itemsize * self.sizes.counts.dense_total
-        forwards = self.forward(machine, 2 * self.scale_tokens + 4 * self.verify_tokens)
-        head = 2 * self.sizes.widths.model * self.sizes.widths.vocabulary * 4 * self.verify_tokens
+        verified = 4 * self.config.export.verify_tokens
+        forwards = self.forward(machine, 2 * self.config.export.scale_tokens + verified)
+        head = 2 * self.sizes.widths.model * self.sizes.widths.vocabulary * verified
         return Work(
             single=forwards.held + head, moved=2 * forwards.moved, disk=3 * written + 4 * read
         )
 
     def evaluate(self, machine: Accelerator) -> Work:
         """Perplexity of dense model and export and, before a repair, of the masked model."""
-        models = 2 + (self.repair_tokens > 0)
-        forwards = self.forward(machine, models * self.eval_tokens)
-        logits, share = self.sizes.widths.vocabulary * models * self.eval_tokens, machine.efficiency
+        tokens, share = (2 + (self.repair_tokens > 0)) * self.config.eval_tokens, machine.efficiency
+        forwards, logits = self.forward(machine, tokens), self.sizes.widths.vocabulary * tokens
         return forwards._replace(
             held=forwards.held + 2 * self.sizes.widths.model * logits,
             moved=forwards.moved + share.vocabulary // 4 * machine.held * logits,
             disk=sum(exported_bytes(self.sizes).values()),
         )
 
-    def _all(self, machine: Accelerator, ranks: int) -> Iterator[tuple[str, Work, Items, int]]:
+    def _all(self, machine: Accelerator) -> Iterator[tuple[str, Work, Items, int]]:
         """Name, work on one device, memory and bytes written of each stage but the alignment."""
-        sizes, held = self.sizes, machine.held
+        sizes, config, held = self.sizes, self.config, machine.held
         trainables = sizes.affinities + sizes.counts.routers
-        yield "tokenise", Work(tokens=self.read), {}, FLOAT32 * self.read
+        trained = config.align.steps * config.align.batch_size * self.seq_len
+        read = max(trained, self.calibration_tokens, self.repair_tokens) + config.eval_tokens
+        yield "tokenise", Work(tokens=read), {}, FLOAT32 * read
         if self.compares_layers:
             memory = calibration_memory(sizes, OUTLIER_TOKENS, held)
             yield "dense layers", self.compare_layers(machine), memory, 0
         if self.calibration_tokens:
             memory = calibration_memory(sizes, self.calibration_tokens, held)
-            name = "start from data" if self.method == "dot_moe" else f"split by {self.method}"
+            is_ours = config.method == "dot_moe"
+            name = "start from data" if is_ours else f"split by {config.method}"
             yield name, self.calibrate(machine), memory, FLOAT32 * trainables
         units = sizes.widths.layers * sum(split.units for split in sizes.splits)
         yield "extraction", Work(), {}, FLOAT32 * (units + sizes.counts.routers)
         if self.repair_tokens:
-            memory = repair_memory(sizes, -(-self.repair_tokens // ranks), held)
-            weights = sizes.repaired
-            written = sizes.stored.itemsize * weights * (3 if self.repair_epochs else 1)
-            yield "repair", self.repair(machine, ranks), memory, written
-        memory = export_memory(sizes, self.verify_tokens, held)
+            memory = repair_memory(sizes, -(-self.repair_tokens // machine.ranks), held)
+            copies = 3 if config.repairing.repair_epochs else 1
+            written = sizes.stored.itemsize * sizes.repaired * copies
+            yield "repair", self.repair(machine), memory, written
+        memory = export_memory(sizes, config.export.verify_tokens, held)
         yield "export", self.export(machine), memory, sum(exported_bytes(sizes).values())
         yield "evaluation", self.evaluate(machine), evaluation_memory(sizes, held), 0
