@@ -193,15 +193,12 @@ def break_even(points: Sequence[Values]) -> list[str]:
         groups.setdefault((row["point"]["name"], row["point"]["tokens"]), []).append(row)
     for (name, tokens), rows in groups.items():
         rows.sort(key=lambda row: int(row["point"]["batch"]))
-        batches, said = [row["point"]["batch"] for row in rows], list[str]()
-        lows, highs = zip(*(row["speed_ratio_quartiles"] for row in rows), strict=True)
-        above = [low > 1 for low in lows], [high < 1 for high in highs]
-        equal = [not (faster or slower) for faster, slower in zip(*above, strict=True)]
-        for verdict, holds in zip(
-            ("faster", "slower", "inconclusive"), (*above, equal), strict=True
-        ):
-            if found := [str(b) for b, true in zip(batches, holds, strict=True) if true]:
-                said.append(f"{verdict} at batch {', '.join(found)}")
+        at: dict[str, list[str]] = {"faster": [], "slower": [], "inconclusive": []}
+        for row in rows:
+            low, high = row["speed_ratio_quartiles"]
+            verdict = "faster" if low > 1 else "slower" if high < 1 else "inconclusive"
+            at[verdict].append(str(row["point"]["batch"]))
+        said = [f"{verdict} at batch {', '.join(found)}" for verdict, found in at.items() if found]
         for (batch, ratio), (larger, other) in pairwise(
             (row["point"]["batch"], row["speed_ratio"]) for row in rows
         ):
