@@ -35,21 +35,16 @@ def evaluate(
     Each result is also written to `config.out`/NAME.json if `out` is given. Raises `UserError` if
     options are out of range, or the model or text is missing, or they do not fit each other.
     """
-    config = checked(config)
-    return {name: _measured(name, config, progress, command) for name in config.measurements}
-
-
-def _measured(
-    name: str, config: EvaluateConfig, progress: Progress | None, command: str | None
-) -> Values:
-    measure, _ = MEASUREMENTS[name]
-    result = {
-        "origin": "measured",
-        "name": config.model,
-        **measure(config, progress or Progress(quiet=True)),
-        "command": command,
-        "provenance": provenance(seed=0),
-    }
-    if config.out is not None:
-        write_json(Path(config.out) / f"{name}.json", result)
-    return result
+    config, results = checked(config), dict[str, Values]()
+    for name in config.measurements:
+        measure, _ = MEASUREMENTS[name]
+        results[name] = {
+            "origin": "measured",
+            "name": config.model,
+            **measure(config, progress or Progress(quiet=True)),
+            "command": command,
+            "provenance": provenance(seed=0),
+        }
+        if config.out is not None:
+            write_json(Path(config.out) / f"{name}.json", results[name])
+    return results

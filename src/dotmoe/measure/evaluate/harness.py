@@ -244,15 +244,13 @@ def chance_of(samples: Sequence[Values]) -> float | None:
     The larger counts; the second only if all questions have the same answers, as in BoolQ, where
     "yes" is right for 62 %. None if there is no choice.
     """
-    answers = [[answer for _, answer in _answers(sample)] for sample in samples]
+    answers = [
+        [pair[1] for pair in sample["arguments"] if len(pair) == 2 and isinstance(pair[1], str)]
+        for sample in samples
+    ]  # without requests to generate
     if not answers or min(map(len, answers)) < 2:
         return None
     even = sum(1 / len(choices) for choices in answers) / len(answers)
     if any(choices != answers[0] for choices in answers):
         return even
     return max(even, max(Counter(str(each["target"]) for each in samples).values()) / len(samples))
-
-
-def _answers(sample: Values) -> list[tuple[str, str]]:
-    """Context and answer of each request of a question that scores an answer."""
-    return [pair for pair in sample["arguments"] if len(pair) == 2 and isinstance(pair[1], str)]

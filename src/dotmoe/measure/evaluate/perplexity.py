@@ -257,37 +257,33 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
             f"has no curve. {remedy}"
         )
     chosen = config.curve or ladder(record.num_experts, record.active_experts)
-    for active in chosen:
-        if active > record.num_experts:
-            raise UserError(
-                f"curve has k = {active}, but {folder} has {record.num_experts} experts a layer. "
-                f"Choose 1 to {record.num_experts}."
-            )
-    ks = sorted({*chosen, record.num_experts})
+    if max(chosen) > record.num_experts:
+        raise UserError(
+            f"curve has k = {max(chosen)}, but {folder} has {record.num_experts} experts a layer. "
+            f"Choose 1 to {record.num_experts}."
+        )
     stock = loaded(folder, config.load)
     text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
     layers = range(record.first_dense_layers, record.num_layers)
-    nats, points, measured = stock_nats(stock.model), list[Values](), list[Values]()
-    result = Values()
-    for active in ks:
+    nats, measured = stock_nats(stock.model), dict[int, Values]()
+    for active in sorted({*chosen, record.num_experts}):
         FORMATS[record.format].run_active_experts(stock.model, layers, active)
         with progress.bar(f"k = {active}", tokens=1) as update:
-            result = perplexity(nats, text, window, corpus.windows_at_once, update)
+            measured[active] = perplexity(nats, text, window, corpus.windows_at_once, update)
+    whole, points = measured[record.num_experts], []
+    for active, result in measured.items():
         share, parameters = record.at(active)
+        change, stderr = difference(result, whole)
         points.append(
             {
                 "active_experts": active,
                 "active_fraction": share,
                 "active_parameters": parameters,
-                **{
-                    name: result[name] for name in ("loss", "stderr", "perplexity", "bits_per_byte")
-                },
+                **{key: result[key] for key in ("loss", "stderr", "perplexity", "bits_per_byte")},
+                "loss_above_all_experts": change,
+                "loss_above_all_experts_stderr": stderr,
             }
         )
-        measured.append(result)
-    for point, each in zip(points, measured, strict=True):  # the last is k = E
-        change, stderr = difference(each, result)
-        point |= {"loss_above_all_experts": change, "loss_above_all_experts_stderr": stderr}
     all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
     return {
         **{name: getattr(record, name) for name in ("name", "format", "source")},
@@ -295,9 +291,9 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
         "num_experts": record.num_experts,
         "active_experts": record.active_experts,
         "dense_parameters": record.parameters["dense"],
-        "all_experts": {"model": all_experts, "perplexity": result["perplexity"]},
+        "all_experts": {"model": all_experts, "perplexity": whole["perplexity"]},
         "points": points,
-        **{name: result[name] for name in ("text", "window", "tokens", "unit", "protocol")},
+        **{name: whole[name] for name in ("text", "window", "tokens", "unit", "protocol")},
     }
 
 
