@@ -105,7 +105,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             config = raise_on_all_ranks(lambda: settled_config(checked(config)))
             if config.time:
                 config = broadcast_from_rank_zero(lambda: _in_time(config, progress))
-            run = _Run(config, config, config.align, progress)
+            run = _Run(config, progress)
             if run.start(work):
                 return run.conversion()
             dense = load_dense(run.folder.model, config.load)
@@ -152,7 +152,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             given = raise_on_all_ranks(lambda: checked(config))
             config = _for_each_rank(given)
             source, converted = raise_on_all_ranks(lambda: _source(config))
-            run = _Run(config, converted, config.finetune, progress)
+            run = _Run(config, progress, converted)
             if config != given:
                 how, ranks = config.finetune, num_ranks()
                 run.progress.log(f"batch_size {ranks} and {how.steps} steps, one row for each rank")
@@ -190,7 +190,7 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         UserError: As for `convert`; or the method does not fit the model.
     """
     config = checked(config)
-    run = _Run(config, config, config.align, progress)
+    run = _Run(config, progress)
     with ExitStack() as work:
         if not run.start(work):
             dense = describe_dense(run.folder.model)
@@ -209,16 +209,12 @@ class _Run:
     """Texts to measure perplexity on, by name: the held-out text, and `other_text` if given."""
 
     def __init__(
-        self,
-        config: Any,
-        converted: RunConfig,
-        training: ObjectiveConfig,
-        progress: Progress | None,
+        self, config: Any, progress: Progress | None, converted: RunConfig | None = None
     ) -> None:
         self.config = config
-        self.converted = converted
+        self.converted: RunConfig = converted or config
         """Config of the conversion, which names the text sources."""
-        self.training = training
+        self.training: ObjectiveConfig = config.finetune if converted else config.align
         self.is_rank_zero = is_rank_zero()
         self.progress = progress if progress and self.is_rank_zero else Progress(quiet=True)
         self.folder = RunFolder(Path(config.out), self.progress.log)
@@ -564,17 +560,17 @@ def _extract(run: _Run, dense: DenseModel, splits: Splits, states: States | None
 def _split_by_baseline(run: _Run, dense: DenseModel, splits: Splits) -> Baselines:
     """Experts and routers of a method other than DOT-MoE."""
     config = run.config
-    inputs = baselines.SplitInputs(
+    inputs = partial(
+        baselines.SplitInputs,
         dense=dense,
         tokens_BT=run.text.training.drawn(config.calibrate.tokens(dense.widths.model)),
-        granularity=splits[0],
         config=config.baseline,
         calibrate=config.calibrate,
         seed=config.seed,
     )
     with run.progress.bar(config.method) as update:
-        of_each = [replace(inputs, granularity=split) for split in splits]
-        return tuple(baselines.baseline(config.method, each, update) for each in of_each)
+        split_by = partial(baselines.baseline, config.method, on_progress=update)
+        return tuple(split_by(inputs(granularity=split)) for split in splits)
 
 
 def _measure_unexported(run: _Run, dense: DenseModel, extracted: Baselines) -> dict[str, Any]:

@@ -101,9 +101,7 @@ def table(summary: dict[str, Any], *, brief: bool = False) -> Table:
         "active parameters": _cell("parameters", millions),
         "stored": _cell("stored", millions),
         "budget": _cell("over_budget", _budget),
-        "shared": lambda row: (
-            percent(row["shared_fraction"]) if row.get("shared_fraction") else None
-        ),
+        "shared": lambda row: percent(share) if (share := row.get("shared_fraction")) else None,
         "steps": _cell("steps", "{:,}".format),
         "tokens": _cell("text_tokens", "{:,}".format),
         "seconds": _cell("seconds", "{:.0f}".format),
@@ -167,18 +165,10 @@ def _budget(over: float) -> str:
     return "matched" if abs(over) <= MATCHED else f"{100 * over:+.0f} %"
 
 
-_AVERAGED = (
-    *("loss", "bits_per_byte", "other_loss", "loss_above_dense", "active_fraction", "active_std"),
-    *("stderr", "loss_above_dense_stderr", "shared_fraction", "parameters", "stored"),
-    *("over_budget", "text_tokens", "seconds"),
-)
-"""Numbers of a row that are averaged over seeds."""
-
-
 def over_seeds(rows: Iterable[Row]) -> list[Row]:
     """Rows with the seeds of a run merged: means, and every seed's `losses` above dense.
 
-    The perplexity is that of the mean loss. Counts of parameters and tokens are rounded.
+    The perplexity is that of the mean loss. Means of counts are rounded.
     """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
@@ -186,10 +176,11 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
         groups.setdefault(kind, []).append(row)
     merged = []
     for alike in groups.values():
-        means: Row = {
-            n: fmean(row[n] for row in alike) for n in _AVERAGED if alike[0].get(n) is not None
-        }
-        means |= {n: round(means[n]) for n in ("parameters", "stored", "text_tokens") if n in means}
+        means: Row = {}
+        for name, first in alike[0].items():
+            if isinstance(first, int | float):
+                mean = fmean(row[name] for row in alike)
+                means[name] = round(mean) if isinstance(first, int) else mean
         losses = [row["loss_above_dense"] for row in alike]
         if all("window_losses" in row for row in alike):
             windows = zip(*(row["window_losses"] for row in alike), strict=True)
@@ -341,10 +332,10 @@ def _points_of(
     plain = replace(plain, method=method, baseline=options)
     if method == "dot_moe":
         changes: dict[str, Any] = {"untrained": {"align": replace(plain.align, steps=0)}}
-        for variant, learns in (("router", False), ("trained", True)) if steps else ():
-            align = replace(plain.align, steps=steps, learn_assignment=learns)
-            changes[variant] = {"align": align}
         if steps:
+            for variant, learns in (("router", False), ("trained", True)):
+                align = replace(plain.align, steps=steps, learn_assignment=learns)
+                changes[variant] = {"align": align}
             paper = replace(
                 PAPER.align,
                 steps=steps,
