@@ -155,9 +155,8 @@ class AnalyseConfig:
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
-    only: tuple[str, ...] = ()
-    """Analyses to run: expert_utilisation, expert_outputs_tsne, overhead_profile. Default: all that
-    apply to the run."""
+    only: tuple[Literal["expert_utilisation", "expert_outputs_tsne", "overhead_profile"], ...] = ()
+    """Analyses to run. Default: all that apply to the run."""
     tokens: Annotated[int, at_least(1)] = 32768
     """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
     layer: Annotated[int | None, at_least(0)] = None
@@ -256,7 +255,6 @@ class ReportConfig:
     """One page on what a conversion lost and gained."""
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
-    """Folder of a finished `dotmoe convert`, `finetune` or `quickstart`."""
+    """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
     out: str | None = None
-    """File to write the page to. Default: `7_report/report.html` in RUN; for a quickstart
-    `report.html`."""
+    """File to write the page to. Default: `7_report/report.html` in RUN."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dotmoe.common.errors import UserError, nearest, require_package
+from dotmoe.common.errors import UserError, require_package
 from dotmoe.common.files import Values, write_json
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
@@ -55,12 +55,6 @@ def analyse(
     in the run folder, or an analysis that was requested by name cannot be made.
     """
     config = checked(config)
-    for name in config.only:
-        if name not in ANALYSES:
-            raise UserError(
-                f"{name} is not an analysis. Choose from {', '.join(ANALYSES)}."
-                f"{nearest(name, ANALYSES)}"
-            )
     run = AnalysedRun(config, progress or Progress(quiet=True))
     results: dict[str, Values] = {}
     with run.folder.alone():

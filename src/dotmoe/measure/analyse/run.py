@@ -91,7 +91,9 @@ def captured_routes(
         chosen: dict[int, list[Tensor]] = {layer: [] for layer in layout.moe_layers}
 
         def look(layer: int, x_TD: Tensor) -> None:
-            chosen[layer].append(_chosen(layout, layer, x_TD).to(torch.int16).cpu())
+            logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
+            chosen_TK = logits_TE.topk(layout.active_experts, dim=1).indices
+            chosen[layer].append(chosen_TK.to(torch.int16).cpu())
 
         _look_at_text(dense, layouts, tokens_BT, look, on_progress, layout.target)
         return torch.stack([torch.cat(parts) for parts in chosen.values()])
@@ -111,11 +113,6 @@ def router_inputs(
 
     _look_at_text(dense, layouts, tokens_BT, look)
     return torch.cat(kept)
-
-
-def _chosen(layout: ExpertLayout, layer: int, x_TD: Tensor) -> Int[Tensor, "T K"]:
-    logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
-    return logits_TE.topk(layout.active_experts, dim=1).indices
 
 
 def _look_at_text(
