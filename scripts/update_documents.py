@@ -37,13 +37,13 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
+from dotmoe.cli.quickstart import shown_quickstart
 from dotmoe.common.tables import in_bytes, in_time, percent
 from dotmoe.export.parameters import count_parameters
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.evaluate.perplexity import difference
 from dotmoe.measure.inspection import inspect_model
 from dotmoe.measure.inspection.planner import Accelerator
-from dotmoe.measure.report.page import quickstart_summary
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.config import LoadConfig
@@ -302,7 +302,7 @@ def shares(rows: Iterable[Any]) -> list[Any]:
 def quickstart(record: Any) -> str:
     """Output of the quickstart."""
     console = Console(file=io.StringIO(), width=96)
-    console.print(quickstart_summary(record), soft_wrap=True)
+    console.print(shown_quickstart(record), soft_wrap=True)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,3 +106,6 @@ def test_the_conversion_loses_less_than_static_pruning_with_the_same_repair(tmp_
     assert dotmoe < 0.75 * static
     assert made["verification"]["top1_agreement"] > 0.95
     assert all(any(each["dotmoe"].split()) for each in made["samples"])
+    page = Path(made["report"]).read_text()
+    assert "static pruning, same repair" in page
+    assert "def read_config(path):" in page

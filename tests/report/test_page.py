@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_figures_are_those_of_the_result_files(measured, found, page):
         assert re.search(rf"{point['speed_ratio']:.2f} {low:.2f}( to |-){high:.2f}", text)
     assert f"KL {found.files['fidelity']['kl']:.4f} nats" in text
     assert f"The files hold {in_bytes(held)}" in text
-    assert f"Format {found.export['format']}: {found.export['exactness']}" in text
+    assert f"Format {found.export.format}: {found.export.exactness}" in text
 
 
 def test_tasks_are_averaged_in_the_metric_of_the_paper(found, page):
@@ -95,7 +96,7 @@ def test_tasks_are_averaged_in_the_metric_of_the_paper(found, page):
 
 def test_what_an_export_notes_stands_on_the_page(found):
     note = "The first token of every text is at a near-tie in layer 1."
-    found.export["notes"] = [note]
+    found.export = replace(found.export, notes=[note])
     assert note in html(found)
     assert note in markdown(found)
 
@@ -162,23 +163,11 @@ def test_a_finetuned_run_is_of_the_dense_model(finished, finetuned):
     assert "4_finetune/model" not in text
 
 
-def test_a_quickstart_shows_both_runs_and_every_sample(measured, found, tmp_path):
-    (tmp_path / "dot_moe").symlink_to(measured)
-    samples = [{"prompt": f"def {i}", "dense": f"d{i} {HOSTILE}", "dotmoe": f"m{i}"} for i in "xyz"]
+def test_rivals_that_were_measured_stand_on_the_first_screen(found):
     static = found.results["moe"] | {"perplexity": 2 * found.results["dense"]["perplexity"]}
-    summary = {"static_pruning": static, "samples": samples} | {
-        name: found.results[key]
-        for name, key in (("dense", "dense"), ("dotmoe_start", "moe"), ("dotmoe", "moe"))
-    }
-    (tmp_path / "quickstart.json").write_text(json.dumps(summary))
-    page = read_page(html_report(tmp_path))
-    first = page.text.split("Perplexity of each model")[0]
+    found.files["rivals"] = {"static pruning, same repair": static}
+    first = Page(html(found)).text.split("Perplexity of each model")[0]
     assert f"static pruning, same repair {static['perplexity']:.2f} 2.000" in first
-    assert all(text in page.text for i in "xyz" for text in (f"def {i}", f"d{i}", f"m{i}"))
-    assert (tmp_path / "report.html").is_file()
-    (tmp_path / "quickstart.json").write_text('{"samples": {}}\n')
-    with pytest.raises(UserError, match=r"quickstart\.json lacks .* repeat the command"):
-        html_report(tmp_path)
 
 
 def test_the_first_screen_is_a_sentence_a_table_and_a_picture(measured, found):
@@ -244,9 +233,9 @@ def test_the_command_writes_where_it_is_told(bare, tmp_path, capsys):
     assert (bare / "7_report" / "report.html").stat().st_mtime_ns == before
     for wrong in ((bare, "--out", tmp_path / "no" / "a.html"), (tmp_path / "none",), (tmp_path,)):
         assert run(["report", *map(str, wrong)]) == 2
-    assert "is no finished run: it has no config.json" in capsys.readouterr().err
+    assert "none is no finished run. Name" in capsys.readouterr().err
     (bare / "6_evaluate" / "results.json").unlink()
-    with pytest.raises(UserError, match=r"it has no 6_evaluate/results\.json"):
+    with pytest.raises(UserError, match="is no finished run"):
         html_report(bare)
 
 
@@ -261,7 +250,7 @@ def test_markdown_has_the_same_sections(found, page):
 @pytest.mark.parametrize(
     "name",
     [
-        *("config.json", "2_align/metrics.jsonl", "5_export/dotmoe.json"),
+        *("manifest.json", "2_align/metrics.jsonl", "5_export/dotmoe.json"),
         *(f"6_evaluate/{name}.json" for name in ("results", "curve", "bench", "generation")),
         "6_evaluate/analysis/expert_utilisation.json",
     ],
@@ -271,7 +260,7 @@ def test_a_damaged_file_is_one_line_and_no_page(measured, name, capsys, monkeypa
     path, page = measured / name, tmp_path / "a.html"
     before = path.read_text()
     damages = [before[: len(before) * 2 // 3], "[1, 2]\n"]
-    if name.startswith(("6_evaluate", "config")):
+    if name.startswith(("6_evaluate", "manifest")):
         damages.append('{"provenance": {}}')
     try:
         for damage in damages:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dotmoe.cli.quickstart import quickstart
+from dotmoe.cli.quickstart import quickstart, shown_quickstart
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, to_rich
@@ -45,7 +45,7 @@ def _show(*parts: Any, to_stderr: bool = False) -> None:
 
 
 def run_quickstart(config: running.QuickstartConfig, line: str) -> None:
-    _show(page.quickstart_summary(quickstart(config, Progress())))
+    _show(shown_quickstart(quickstart(config, Progress())))
 
 
 def run_inspect(config: measuring.InspectConfig, line: str) -> None:

@@ -3,17 +3,23 @@
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from textwrap import indent
 
-from dotmoe.common.files import write_json
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from dotmoe.common.files import Values, write_json
 from dotmoe.common.progress import Progress
+from dotmoe.common.tables import to_rich
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import evaluate
+from dotmoe.measure.report import RIVALS
 from dotmoe.measure.report.page import html_report
+from dotmoe.measure.report.sections import in_short, overview
 from dotmoe.models.checkpoint import EMBEDDED
 from dotmoe.pipeline import convert
 from dotmoe.run.config import QuickstartConfig, RunConfig, recipe
-from dotmoe.run.folder import provenance
+from dotmoe.run.folder import STAGES, provenance
 from dotmoe.text.config import DataConfig
 
 PROMPTS = (
@@ -23,27 +29,39 @@ PROMPTS = (
     "    def test_push(self):\n",
 )
 _TOKENS, _TEMPERATURE = 60, 0.8
+_EXPECTED = (
+    "A model of 3 million parameters writes Python that looks like Python: it keeps indentation, "
+    "names and phrases of its library, and means nothing. So compare the two texts with each other."
+)
+_STATIC = "static pruning, same repair"
 
 
-def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
+def quickstart(config: QuickstartConfig, progress: Progress) -> Values:
     """Convert the embedded model twice, measure both, and write `quickstart.json`.
 
     One run is the default conversion. The other prunes statically: it keeps as many neurons as the
-    conversion runs for a token, always the same, with the same text and repair.
+    conversion runs for a token, always the same, with the same text and repair. The report of the
+    conversion shows both.
     """
     started, worked = time.monotonic(), time.process_time()
-    out = Path(config.out)
     conversions = {}
     for name, run in run_configs(config).items():
         progress.log(f"{name}:")
         conversions[name] = convert(run, progress)
-    static, dotmoe = (conversions[name].results for name in ("static_pruning", "dot_moe"))
-    model = str(conversions["dot_moe"].export)
+    made = conversions["dot_moe"]
+    static, dotmoe = conversions["static_pruning"].results, made.results
+    measured = made.folder / STAGES["evaluate"]
     asked = EvaluateConfig(
-        model=model, against=EMBEDDED, generate=_TOKENS, prompts=PROMPTS, temperature=_TEMPERATURE
+        model=str(made.export),
+        against=EMBEDDED,
+        out=str(measured),
+        generate=_TOKENS,
+        prompts=PROMPTS,
+        temperature=_TEMPERATURE,
     )
     sides = evaluate(asked)["generation"]
     texts = zip(PROMPTS, sides["against"]["texts"], sides["model"]["texts"], strict=True)
+    write_json(measured / f"{RIVALS}.json", {_STATIC: static["moe"]})
     summary = {
         "origin": "measured",
         "dense": dotmoe["dense"],
@@ -54,13 +72,34 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
         "samples": [{"prompt": p, "dense": dense, "dotmoe": moe} for p, dense, moe in texts],
         "seconds": time.monotonic() - started,
         "cpu_seconds": time.process_time() - worked,
-        "checkpoint": model,
-        "report": str(out / "report.html"),
+        "checkpoint": str(made.export),
+        "report": str(html_report(made.folder)),
         "provenance": provenance(config.seed),
     }
-    write_json(out / "quickstart.json", summary)
-    html_report(out)
+    write_json(Path(config.out) / "quickstart.json", summary)
     return summary
+
+
+def shown_quickstart(result: Values) -> RenderableType:
+    """What `dotmoe quickstart` prints when it finishes, from `quickstart.json`."""
+    models = {
+        "dense": result["dense"],
+        "dotmoe, start": result["dotmoe_start"],
+        "dotmoe, repaired": result["dotmoe"],
+        _STATIC: result["static_pruning"],
+    }
+    paragraphs = [
+        in_short(result["dotmoe"], result["dense"], result["parameters"])
+        + " Static pruning keeps as many neurons, the same for every token.",
+        _EXPECTED,
+    ]
+    for sample in result["samples"]:
+        paragraphs.append(f"prompt:\n{indent(sample['prompt'].strip(), '    ')}")
+        for name in ("dense", "dotmoe"):
+            paragraphs.append(f"continued by {name}:\n{indent(sample[name].strip(), '    ')}")
+    paragraphs.append(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
+    table = overview(models, result["parameters"])
+    return Group(to_rich(table), Text("\n" + "\n\n".join(paragraphs)))
 
 
 def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:

@@ -9,54 +9,52 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import DamagedError, Values, read_json, read_with_checksum
+from dotmoe.common.files import DamagedError, Values, read_json
+from dotmoe.export.record import ExportRecord
 from dotmoe.measure.evaluate.tasks import of_model
-from dotmoe.run.folder import STAGES, RunFolder
+from dotmoe.run.folder import RunFolder
+
+RIVALS = "rivals"
+"""File of `6_evaluate` with the perplexity of other models of as many active parameters, by name,
+on the run's held-out text."""
+
+_REMEDY = "Delete it and measure it again."
 
 
 class RunResults:
-    """Contents of the result files of a finished run, or of a quickstart with both of its runs.
+    """Contents of the result files of a finished run.
 
     Raises a `UserError` if the folder holds no finished run, or if a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.quickstart: Values = {}
-        """Contents of `quickstart.json`; empty unless the report is about a quickstart."""
-        if (folder / "quickstart.json").is_file():
-            self.quickstart, folder = _object(folder / "quickstart.json"), folder / "dot_moe"
-        for file in ("config.json", "6_evaluate/results.json"):
-            if not (folder / file).is_file():
-                raise UserError(
-                    f"{folder} is no finished run: it has no {file}. Name a folder in which dotmoe "
-                    "convert, finetune or quickstart has finished."
-                )
-        if (folder / STAGES["prune"]).is_dir():
+        run = RunFolder(folder)
+        if not run.has("evaluate"):
+            raise UserError(
+                f"{folder} is no finished run. Name a folder in which dotmoe convert or finetune "
+                "has finished."
+            )
+        if run.has("prune"):
             raise UserError(
                 f"{folder} was pruned; such a run has no report. See compare.md one folder up."
             )
-        self.folder = folder
-        self.config = _object(folder / "config.json")
-        record, evaluated = folder / "5_export" / "dotmoe.json", folder / "6_evaluate"
-        self.export = _object(record) if record.is_file() else {}
-        """Contents of `5_export/dotmoe.json`; empty if there is no such file."""
+        self.folder, self.config = folder, run.manifest["config"]
+        self.export = ExportRecord.load(run.stage("export"))
+        evaluated = run.verified("evaluate")
         self.files = {
             path.relative_to(evaluated).with_suffix("").as_posix(): _object(path)
             for path in sorted(evaluated.rglob("*.json"))
         }
         """Contents of each JSON file in `6_evaluate`, by path without `.json`: `tasks/piqa`."""
         self.results = self.files["results"]
-        stages = {"alignment": "2_align", "finetune": "4_finetune"}
-        self.steps = {name: _steps(folder / at / "metrics.jsonl") for name, at in stages.items()}
-        """Metrics of each step of the alignment and of the finetuning, by name."""
-        self.is_finetuned = "finetune" in self.config
-        with self.reading("config.json"):
-            self.source = str(self.config["run" if self.is_finetuned else "model"])
-            """The model that was converted or the run that was finetuned, as the user named it."""
+        self.steps = {name: _steps(run.stage(name)) for name in ("align", "finetune")}
+        """Metrics of each step of the alignment and of the finetuning."""
+        self.is_finetuned = run.manifest["command"] == "finetune"
+        self.source: str = self.config["run" if self.is_finetuned else "model"]
+        """The model that was converted or the run that was finetuned, as the user named it."""
         self.is_repaired = bool(self.config.get("repair"))
         """Whether the exported model was repaired and not finetuned afterwards."""
-        run = RunFolder(folder)
-        self.dense_model = run.model if run.exists else self.source
+        self.dense_model = run.model
         """Name of the dense model that every comparison refers to."""
         is_papers = self.config.get("calibrate", {}).get("start") == "random"
         ours = "DOT-MoE (paper)" if is_papers else "dotmoe"
@@ -67,14 +65,12 @@ class RunResults:
     @property
     def models(self) -> dict[str, Values]:
         """Perplexity of each model on the run's held-out text, the dense one first."""
-        if self.quickstart:
-            with self.reading("../quickstart.json"):
-                return quickstart_models(self.quickstart)
         results = {
             "dense": self.results["dense"],
             **{name: self.results.get(name) for name in ("frozen", "converted", "repaired")},
             self.name: self.results["moe"],
             "under the method's own router": self.results.get("moe_own_router"),
+            **self.files.get(RIVALS, {}),
         }
         return {name: result for name, result in results.items() if result}
 
@@ -107,39 +103,24 @@ class RunResults:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{self.folder / file} lacks a value of the report ({type(error).__name__}: "
-                f"{error}): it is damaged or from another version. {_remedy(self.folder / file)}"
+                f"{error}): it is damaged or from another version. {_REMEDY}"
             ) from error
-
-
-def quickstart_models(result: Values) -> dict[str, Values]:
-    """Perplexity of each model of `quickstart.json` by its name in tables."""
-    return {
-        "dense": result["dense"],
-        "dotmoe, start": result["dotmoe_start"],
-        "dotmoe, repaired": result["dotmoe"],
-        "static pruning, same repair": result["static_pruning"],
-    }
 
 
 def _object(path: Path) -> Values:
     try:
-        values = read_json(path)
-        return read_with_checksum(path) if "sha256" in values else values
+        return read_json(path)
     except DamagedError as error:
-        raise UserError(f"{str(error).rstrip('.')}. {_remedy(path)}") from error
+        raise UserError(f"{str(error).rstrip('.')}. {_REMEDY}") from error
 
 
-def _remedy(path: Path) -> str:
-    is_of_run = "6_evaluate" not in path.parts or path.name == "results.json"
-    return f"Delete it and {'repeat the command of the run' if is_of_run else 'measure it again'}."
-
-
-def _steps(path: Path) -> list[Values]:
+def _steps(stage: Path) -> list[Values]:
+    path = stage / "metrics.jsonl"
     lines = path.read_bytes().splitlines() if path.is_file() else []
     try:
         return [{"step": None, **json.loads(line)} for line in lines]
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{path} is truncated or altered. Delete {path.parent} and repeat the command of the "
-            "run, which makes it again."
+            f"{path} is truncated or altered. Delete {stage} and repeat the command of the run, "
+            "which makes it again."
         ) from error

@@ -4,18 +4,17 @@ import base64
 import re
 import shlex
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dotmoe.common.files import Values, read_json
+from dotmoe.common.files import read_json
 from dotmoe.common.tables import to_markdown, to_rich
-from dotmoe.measure.report import RunResults, quickstart_models
+from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
-from dotmoe.measure.report.sections import TINY, Blocks, in_short, overview, sections
+from dotmoe.measure.report.sections import Blocks, in_short, overview, sections
 from dotmoe.method.granularity import from_record, targets_of
 from dotmoe.run.folder import STAGES
 
@@ -35,23 +34,18 @@ _TEMPLATES.filters |= {
 
 
 def html_report(run: Path, page: Path | None = None) -> Path:
-    """Write the HTML page of a run, or of a quickstart with both of its splits; return its path.
+    """Write the HTML page of a run; return its path.
 
-    Without `page` it writes `default_page`, and Markdown next to it. Raises a `UserError` for an
-    unfinished run or a damaged result file.
+    Without `page` it writes `7_report/report.html`, and Markdown next to it. Raises a `UserError`
+    for an unfinished run or a damaged result file.
     """
-    results, file = RunResults(run), page or default_page(run)
+    results, file = RunResults(run), page or run / STAGES["report"] / "report.html"
     text = html(results)
     file.parent.mkdir(exist_ok=True)
     file.write_text(text, encoding="utf-8")
     if page is None:
         file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
     return file
-
-
-def default_page(run: Path) -> Path:
-    """Path of the page: `7_report/report.html` of a run, `report.html` of a quickstart."""
-    return (run if (run / "quickstart.json").is_file() else run / "7_report") / "report.html"
 
 
 def html(run: RunResults) -> str:
@@ -61,8 +55,7 @@ def html(run: RunResults) -> str:
     """
     shown, picture = _shown(run), b""
     if is_installed():
-        with run.reading("6_evaluate/curve.json"):
-            picture = quality_svg(run.models, run.results["parameters"], run.files.get("curve"))
+        picture = quality_svg(run.models, run.results["parameters"], run.files.get("curve"))
     return _TEMPLATES.get_template("page.html.jinja").render(
         **shown,
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
@@ -78,17 +71,12 @@ def markdown(run: RunResults) -> str:
 
 def _shown(run: RunResults) -> dict[str, Any]:
     """Title, first screen and sections of a run."""
-    blocks_by_title = sections(run)
-    with run.reading("6_evaluate/results.json"):
-        results = run.results
-        counts = results["parameters"]
-        first: Blocks = [
-            in_short(results["moe"], results["dense"], counts),
-            overview(run.models, counts),
-        ]
+    results, counts = run.results, run.results["parameters"]
+    said = in_short(results["moe"], results["dense"], counts)
+    first: Blocks = [said, overview(run.models, counts)]
     changed = f", {run.name}," if run.is_finetuned or run.is_repaired else ""
     title = f"{run.dense_model}{changed} as a Mixture-of-Experts"
-    return {"title": title, "first": first, "sections": blocks_by_title}
+    return {"title": title, "first": first, "sections": sections(run)}
 
 
 def summary(run: Path) -> RenderableType:
@@ -108,34 +96,17 @@ def _what_next(results: RunResults) -> list[str]:
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
     commands = {"generate": write + (["--chat-template"] if chats else ["--temperature", "0.8"])}
-    if any(server.startswith("vLLM") for server in record["servers"]):
-        own = ["--trust-remote-code", "--enforce-eager"] * (record["format"] == "dotmoe")
-        commands["serve"] = ["vllm", "serve", str(export), "--dtype", record["dtype"], *own]
+    if any(server.startswith("vLLM") for server in record.servers):
+        own = ["--trust-remote-code", "--enforce-eager"] * (record.format == "dotmoe")
+        commands["serve"] = ["vllm", "serve", str(export), "--dtype", record.dtype, *own]
     target = targets_of(from_record(results.results["granularity"]))
     if not results.is_finetuned and target == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
-    notes = f" (with {len(record['notes'])} notes for serving)" if record["notes"] else ""
+    notes = f" (with {len(record.notes)} notes for serving)" if record.notes else ""
     return [
         "The files hold all experts: what is saved is work, not disk or memory.",
         "",
         f"checkpoint  {export}",
-        f"report      {default_page(run)}{notes}",
+        f"report      {run / STAGES['report'] / 'report.html'}{notes}",
         *(f"{name:<12}{shlex.join(words)}" for name, words in commands.items()),
     ]
-
-
-def quickstart_summary(result: Values) -> RenderableType:
-    """What `dotmoe quickstart` prints when it finishes, from `quickstart.json`."""
-    counts = result["parameters"]
-    paragraphs = [
-        in_short(result["dotmoe"], result["dense"], counts)
-        + " Static pruning keeps as many neurons, the same for every token.",
-        TINY,
-    ]
-    for sample in result["samples"]:
-        paragraphs.append(f"prompt:\n{indent(sample['prompt'].strip(), '    ')}")
-        for name in ("dense", "dotmoe"):
-            paragraphs.append(f"continued by {name}:\n{indent(sample[name].strip(), '    ')}")
-    paragraphs.append(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
-    table = overview(quickstart_models(result), counts)
-    return Group(to_rich(table), Text("\n" + "\n\n".join(paragraphs)))

@@ -17,11 +17,6 @@ from dotmoe.measure.inspection.tables import counts_table
 from dotmoe.measure.report import RunResults
 from dotmoe.method.granularity import from_record, targets_of
 
-TINY = (
-    "A model of 3 million parameters writes Python that looks like Python: it keeps indentation, "
-    "names and phrases of its library, and means nothing. So compare the two texts with each other."
-)
-"""What to expect of the samples of the quickstart."""
 UNITS = {"ffn": "neurons", "attention": "query heads"}
 """Name of the units of each target."""
 
@@ -60,22 +55,13 @@ def _curve(run: RunResults, curve: Values) -> Blocks:
     ]
 
 
-def _generation(run: RunResults, _: Values) -> Blocks:
-    blocks = Blocks()
-    if run.quickstart:
-        with run.reading("../quickstart.json"):
-            blocks.append(TINY)
-            for sample in run.quickstart["samples"]:
-                texts = {name: sample[name] for name in ("dense", "dotmoe")}
-                blocks.append(Block("sample", sample["prompt"], texts))
-    if result := run.files.get("generation"):
-        with run.reading("6_evaluate/generation.json"):
-            sides, sampled = sides_of(run.named(result)), result.get("temperature")
-            how = f"sampled at temperature {sampled:g}" if sampled else "the most likely one"
-            blocks.append(f"Each token of the continuations is {how}.")
-            for index, prompt in enumerate(result["model"]["prompts"][:3]):
-                texts = {side["name"]: side["texts"][index] for side in sides}
-                blocks.append(Block("sample", prompt, texts))
+def _generation(run: RunResults, result: Values) -> Blocks:
+    sides, sampled = sides_of(run.named(result)), result.get("temperature")
+    how = f"sampled at temperature {sampled:g}" if sampled else "the most likely one"
+    blocks: Blocks = [f"Each token of the continuations is {how}."]
+    for index, prompt in enumerate(result["model"]["prompts"][:3]):
+        texts = {side["name"]: side["texts"][index] for side in sides}
+        blocks.append(Block("sample", prompt, texts))
     return blocks
 
 
@@ -88,13 +74,12 @@ def _size(run: RunResults, results: Values) -> Blocks:
         for split in from_record(results["granularity"])
     ]
     blocks.append(counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"))
-    if export := run.export:
-        blocks.append(
-            f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}, format "
-            f"{export['format']}, which runs in {', '.join(export['servers'])}."
-        )
-    blocks.append(f"Weights: {_weights(run)}")
-    return [*blocks, *export.get("notes", [])]
+    blocks += [
+        f"The files hold {in_bytes(run.export.total_bytes)} in {run.export.dtype}, format "
+        f"{run.export.format}, which runs in {', '.join(run.export.servers)}.",
+        f"Weights: {_weights(run)}",
+    ]
+    return [*blocks, *run.export.notes]
 
 
 def _analysis(_: RunResults, analysis: Values) -> Blocks:
@@ -109,7 +94,7 @@ def _analysis(_: RunResults, analysis: Values) -> Blocks:
 
 def _training(name: str, run: RunResults) -> Blocks:
     if not (steps := run.steps[name]):
-        is_start = name == "alignment" and not run.is_finetuned
+        is_start = name == "align" and not run.is_finetuned
         return ["None: the start was extracted without alignment."] * is_start
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
@@ -159,7 +144,7 @@ def _missing(run: RunResults, results: Values) -> Blocks:
     if not run.is_finetuned and targets_of(splits) == "ffn":  # heads are not trained further
         again = ["dotmoe", "finetune", folder, f"{folder}-finetuned"]
         wanted["finetune"] = ("finetuning, which recovers part of what was lost", again)
-    if not run.export.get("active_experts_editable", True):
+    if not run.export.active_experts_editable:
         del wanted["curve"]
     if len(splits) > 1:  # two different k
         del wanted["bench"]
@@ -180,12 +165,12 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),
     ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
-    ("What the models write", "", _generation),
+    ("What the models write", "generation", _generation),
     ("Size and weights", "results", _size),
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _analysis),
     ("Outputs of the experts", "analysis/expert_outputs_tsne", _analysis),
-    ("Alignment", "", lambda run, _: _training("alignment", run)),
+    ("Alignment", "", lambda run, _: _training("align", run)),
     ("Finetuning", "", lambda run, _: _training("finetune", run)),
     ("Where a step's time goes", "analysis/overhead_profile", _analysis),
     ("Is the checkpoint what was measured?", "results", _checks),
@@ -229,7 +214,7 @@ def overview(models: Mapping[str, Values], counts: Values) -> Table:
 
 
 def _weights(run: RunResults) -> str:
-    counts, export = run.results["parameters"], run.export
+    counts = run.results["parameters"]
     target = targets_of(from_record(run.results["granularity"]))
     if run.is_repaired:
         origin = "repair refitted the output projections of the experts"
@@ -243,8 +228,7 @@ def _weights(run: RunResults) -> str:
     else:
         parts = {"ffn": "FFNs", "both": "FFNs and attention"}.get(target, target)
         origin = f"the experts are slices of the dense {parts}"
-    if export:
-        origin += f". Format {export['format']}: {export['exactness']}"
+    origin += f". Format {run.export.format}: {run.export.exactness}"
     added = counts["stored"] - counts["dense"]
     share = percent(abs(added) / counts["dense"])
     if added < 0:  # neurons were dropped
