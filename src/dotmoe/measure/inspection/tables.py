@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 
 from dotmoe.common.files import Values
 from dotmoe.common.tables import Table, in_bytes, in_time, table_of, to_rich
-from dotmoe.method.granularity import from_record
+from dotmoe.method.granularity import Granularity, from_record
 
 
 def render(record: Values) -> RenderableType:
@@ -28,26 +28,27 @@ def render(record: Values) -> RenderableType:
 
 def _model(record: Values) -> Table:
     splits, widths = from_record(record["granularity"]), record["widths"]
-    first, layers = splits[0].first_dense_layers, widths["layers"]
-    which = f"layers {first} to {layers - 1}: " if first else "every layer "
     model = (
-        f"{record['model_type']}, {layers} layers, model width {widths['model']:,}, FFN width "
-        f"{widths['ffn']:,}, vocabulary {widths['vocabulary']:,}, context {widths['context']:,}, "
+        f"{record['model_type']}, {widths['layers']} layers, model width {widths['model']:,}, FFN "
+        f"width {widths['ffn']:,}, vocabulary {widths['vocabulary']:,}, context {widths['context']:,}, "
         f"stored as {record['stored_dtype']}"
     )
-    rows = [["model", model]]
-    for split in splits:
-        units, whole = "neurons", "FFN neurons"
-        if split.target == "attention":
-            units, whole = "query heads", "query heads; all keys and values"
-        shared = f"and {split.shared_size} neurons always, " if split.shared_size else ""
-        experts = (
-            f"{which}{split.num_experts} experts of {split.expert_size} {units}; "
-            f"{split.active_experts} run per token, {shared}"
-            f"{split.active_fraction:.1%} of the {whole}"
-        )
-        rows.append(["split", experts])
-    return Table(columns=("", ""), rows=rows, words=2)
+    rows = [["split", in_words(split, widths["layers"])] for split in splits]
+    return Table(columns=("", ""), rows=[["model", model], *rows], words=2)
+
+
+def in_words(split: Granularity, layers: int) -> str:
+    """The experts of a split of a model with so many layers, and what of them runs for a token."""
+    units, whole = "neurons", "FFN neurons"
+    if split.target == "attention":
+        units, whole = "query heads", "query heads; all keys and values"
+    first = split.first_dense_layers
+    which = f"layers {first} to {layers - 1}: " if first else "every layer "
+    shared = f"and {split.shared_size} neurons always, " if split.shared_size else ""
+    return (
+        f"{which}{split.num_experts} experts of {split.expert_size} {units}; "
+        f"{split.active_experts} run per token, {shared}{split.active_fraction:.1%} of the {whole}"
+    )
 
 
 def counts_table(counts: Values, title: str = "") -> Table:

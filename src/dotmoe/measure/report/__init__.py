@@ -12,6 +12,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import DamagedError, Values, read_json
 from dotmoe.export.record import ExportRecord
 from dotmoe.measure.evaluate.tasks import of_model
+from dotmoe.method.granularity import from_record
 from dotmoe.run.folder import RunFolder
 
 RIVALS = "rivals"
@@ -47,6 +48,7 @@ class RunResults:
         }
         """Contents of each JSON file in `6_evaluate`, by path without `.json`: `tasks/piqa`."""
         self.results = self.files["results"]
+        self.splits = from_record(self.results["granularity"])
         self.steps = {name: _steps(run.stage(name)) for name in ("align", "finetune")}
         """Metrics of each step of the alignment and of the finetuning."""
         self.is_finetuned = run.manifest["command"] == "finetune"

@@ -15,7 +15,7 @@ from dotmoe.common.tables import to_markdown, to_rich
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.sections import Blocks, in_short, overview, sections
-from dotmoe.method.granularity import from_record, targets_of
+from dotmoe.method.granularity import targets_of
 from dotmoe.run.folder import STAGES
 
 _HERE = Path(__file__).parent
@@ -99,8 +99,7 @@ def _what_next(results: RunResults) -> list[str]:
     if any(server.startswith("vLLM") for server in record.servers):
         own = ["--trust-remote-code", "--enforce-eager"] * (record.format == "dotmoe")
         commands["serve"] = ["vllm", "serve", str(export), "--dtype", record.dtype, *own]
-    target = targets_of(from_record(results.results["granularity"]))
-    if not results.is_finetuned and target == "ffn":
+    if not results.is_finetuned and targets_of(results.splits) == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
     notes = f" (with {len(record.notes)} notes for serving)" if record.notes else ""
     return [

@@ -13,12 +13,9 @@ from dotmoe.measure.evaluate import MEASUREMENTS
 from dotmoe.measure.evaluate.models import sides_of
 from dotmoe.measure.evaluate.perplexity import curve_table, perplexity_table, text_names
 from dotmoe.measure.evaluate.tasks import shown_tasks
-from dotmoe.measure.inspection.tables import counts_table
+from dotmoe.measure.inspection.tables import counts_table, in_words
 from dotmoe.measure.report import RunResults
-from dotmoe.method.granularity import from_record, targets_of
-
-UNITS = {"ffn": "neurons", "attention": "query heads"}
-"""Name of the units of each target."""
+from dotmoe.method.granularity import targets_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +64,15 @@ def _generation(run: RunResults, result: Values) -> Blocks:
 
 def _size(run: RunResults, results: Values) -> Blocks:
     counts = results["parameters"]
-    blocks: Blocks = [
-        f"{split.num_experts} experts of {split.expert_size} {UNITS[split.target]} a layer, "
-        f"{split.active_experts} run per token; shared {UNITS[split.target]}: {split.shared_size}; "
-        f"leading layers left dense: {split.first_dense_layers}."
-        for split in from_record(results["granularity"])
-    ]
-    blocks.append(counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"))
-    blocks += [
+    splits = (in_words(split, run.export.num_layers) for split in run.splits)
+    return [
+        *(f"{split[0].upper()}{split[1:]}." for split in splits),
+        counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"),
         f"The files hold {in_bytes(run.export.total_bytes)} in {run.export.dtype}, format "
         f"{run.export.format}, which runs in {', '.join(run.export.servers)}.",
         f"Weights: {_weights(run)}",
+        *run.export.notes,
     ]
-    return [*blocks, *run.export.notes]
 
 
 def _analysis(_: RunResults, analysis: Values) -> Blocks:
@@ -126,9 +119,9 @@ def _configuration(run: RunResults, _: Values) -> Blocks:
     ]
 
 
-def _missing(run: RunResults, results: Values) -> Blocks:
+def _missing(run: RunResults, _: Values) -> Blocks:
     """Measurements that are missing, each with the command that makes it."""
-    folder, dense, splits = str(run.folder), run.dense_model, from_record(results["granularity"])
+    folder, dense = str(run.folder), run.dense_model
     out = ["--out", f"{folder}/6_evaluate"]
     text, asked = ["--text", "HELD_OUT.txt", *out], ["--generate", "64", "--prompts", "PROMPT"]
     evaluate = ["dotmoe", "evaluate", folder]
@@ -141,12 +134,12 @@ def _missing(run: RunResults, results: Values) -> Blocks:
         "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", folder]),
         "bench": ("speed and memory, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
     }
-    if not run.is_finetuned and targets_of(splits) == "ffn":  # heads are not trained further
+    if not run.is_finetuned and targets_of(run.splits) == "ffn":  # heads are not trained further
         again = ["dotmoe", "finetune", folder, f"{folder}-finetuned"]
         wanted["finetune"] = ("finetuning, which recovers part of what was lost", again)
     if not run.export.active_experts_editable:
         del wanted["curve"]
-    if len(splits) > 1:  # two different k
+    if len(run.splits) > 1:  # two different k
         del wanted["bench"]
     there = {name.partition("/")[0] for name in run.files}
     blocks: Blocks = []
@@ -215,7 +208,7 @@ def overview(models: Mapping[str, Values], counts: Values) -> Table:
 
 def _weights(run: RunResults) -> str:
     counts = run.results["parameters"]
-    target = targets_of(from_record(run.results["granularity"]))
+    target = targets_of(run.splits)
     if run.is_repaired:
         origin = "repair refitted the output projections of the experts"
         if target != "attention" and run.config["repairing"].get("repair_epochs"):
