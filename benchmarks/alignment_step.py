@@ -9,6 +9,7 @@ Each round measures the machine's rates, an alignment step without and with acti
 checkpointing, and a dense training step, one after the other.
 """
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from dotmoe.measure.analyse.overhead import OF_ASSIGNMENT, Clock, mask_cost
 from dotmoe.measure.inspection.planner import Accelerator, products, seconds
 from dotmoe.measure.inspection.sizes import Sizes, step_memory
 from dotmoe.measure.inspection.sizes import Step as PlannedStep
@@ -27,7 +27,8 @@ from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
-from dotmoe.models.family import DenseModel, meta_model
+from dotmoe.method.router import dense_only, router_losses
+from dotmoe.models.family import TARGETS, DenseModel, meta_model
 from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, parameters_of, watching_ranges
@@ -39,10 +40,11 @@ from random_models import (
     random_dense,
     random_tokens,
 )
-from rounds import in_turns, keep, medians, rates, ratio
+from rounds import Clock, in_turns, keep, medians, rates, ratio
 
 AFFINITY_STD = 0.3
 """Deviation of random affinities: at temperature 0.1 as sharp as after some hundred steps."""
+OF_ASSIGNMENT = ("assignment solve", "rounding", "assignment gradient")
 OF_ADDED = (*OF_ASSIGNMENT, "optimizer")
 """Parts of an alignment step, beside the masks, that a dense training step does not have; the
 optimizer is that of affinities and routers."""
@@ -219,10 +221,33 @@ class Step:
         return self.clock.seconds()
 
     def straight_through(self) -> float:
-        """Seconds that routing, masks and their estimators add to the FFNs of a step."""
-        passes = self.dense.widths.layers * self.config.batch_size // self.config.micro_batch_size
-        with masked(self.dense, self.task.maskings):
-            return passes * sum(mask_cost(self.task, self.clock))
+        """Seconds that routing, masks and their estimators add to the FFNs of a step.
+
+        A masked FFN runs with routing on and off, on random inputs: values do not affect the time.
+        """
+        dense, size = self.dense, self.config.micro_batch_size
+        ffn = dense.family.block(dense.family.layers(dense.model)[0], TARGETS["ffn"])
+        x = torch.randn(size * self.blocks.seq_len, dense.widths.model, device=dense.device)
+        x = x.to(next(dense.model.parameters()).dtype).requires_grad_()
+        self.task.begin(0)
+        rounds = []
+        with masked(dense, self.task.maskings):
+            for _ in range(6):  # the first is not counted
+                for is_on in (True, False):
+                    with router_losses() as losses, nullcontext() if is_on else dense_only():
+                        with self.clock.part(f"forward {is_on}"):
+                            output = ffn(x)
+                        outputs = [output, *(losses().values() if is_on else ())]
+                    grads = [torch.randn_like(each) for each in outputs]
+                    with self.clock.part(f"backward {is_on}"):
+                        torch.autograd.backward(outputs, grads)
+                rounds.append(self.clock.seconds())
+        added = (
+            median(r[f"{way} True"] - r[f"{way} False"] for r in rounds[1:])
+            for way in ("forward", "backward")
+        )
+        passes = dense.widths.layers * self.config.batch_size // size
+        return passes * sum(max(0.0, each) for each in added)
 
     def peak_bytes(self, *, checkpointing: bool = False) -> int | None:
         """Peak bytes of a step on a GPU, weights included, as the allocator counts them."""

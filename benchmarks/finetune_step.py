@@ -18,12 +18,11 @@ import tyro
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dotmoe.measure.analyse.overhead import Clock
 from dotmoe.method import sparse
 from dotmoe.method.masked import masked, maskings_of
 from dotmoe.method.router import Routing, router_losses
 from random_models import Shape, random_dense, random_layout, random_tokens
-from rounds import in_turns, keep, ratio
+from rounds import Clock, in_turns, keep, ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

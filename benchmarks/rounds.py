@@ -1,6 +1,9 @@
 """Shared by all benchmarks: measuring in turns, ratios within a turn, and writing results."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -9,13 +12,41 @@ import torch
 import torch.nn.functional as F
 
 from dotmoe.common.files import write_json
-from dotmoe.measure.analyse.overhead import Clock
 from dotmoe.run.folder import provenance
 
 Measured = TypeVar("Measured")
 Name = TypeVar("Name")
 Product = tuple[int, int, int]
 """Rows, inner size and columns of a matrix product."""
+
+
+class Clock:
+    """Stopwatch for named parts of a step; waits for the device before each reading.
+
+    On a CPU with one thread it counts processor time, which excludes other processes. Otherwise
+    it counts wall time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        of_processor = device.type == "cpu" and torch.get_num_threads() == 1
+        self.kind = "processor" if of_processor else "wall"
+        self._now = time.process_time if of_processor else time.perf_counter
+        self._wait: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Within this context, time counts towards the part `name`."""
+        self._wait()
+        start = self._now()
+        yield
+        self._wait()
+        self._seconds[name] += self._now() - start
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part since the last call; starts again from zero."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
 
 
 def in_turns(

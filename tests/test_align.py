@@ -2,6 +2,8 @@
 
 import contextlib
 from dataclasses import replace
+from functools import partial
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from dotmoe.method.masked import masked
 from dotmoe.method.transport import balanced_plan, greedy_assignment
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import TrainingConfig
+from dotmoe.training.loop import watching_ranges
 from runs import loaded
 
 E, K = 12, 3
@@ -185,6 +188,39 @@ def test_a_teacher_that_teaches_nothing_does_not_run(kl_weight, passes, dense, b
     assert len(runs) == passes
     assert (metrics["kl"] > 0) == (kl_weight > 0)
     assert router_grad.abs().max() > 0
+
+
+def test_what_takes_time_has_the_name_of_its_part(dense, blocks, monkeypatch):
+    """For PyTorch's profiler, and for `benchmarks/alignment_step.py`."""
+    names, within, seen = [], [], set()
+
+    @contextlib.contextmanager
+    def watch(name):
+        names.append(name)
+        within.append(name)
+        yield
+        within.pop()
+
+    def watched(called, plain, *given, **named):
+        seen.add((called, within[-1]))
+        return plain(*given, **named)
+
+    for called in (
+        *("objective.hidden_states", "objective.distillation_loss"),
+        *("align.assignment_plan", "align.greedy_assignment"),
+    ):
+        path = f"dotmoe.method.{called}"
+        monkeypatch.setattr(path, partial(watched, called, resolve_name(path)))
+    with watching_ranges(watch):
+        gradients(dense, blocks)
+    assert seen == {
+        ("objective.hidden_states", "dense forward"),
+        ("objective.hidden_states", "student forward"),
+        ("objective.distillation_loss", "head and losses"),
+        ("align.assignment_plan", "assignment solve"),
+        ("align.greedy_assignment", "rounding"),
+    }
+    assert {*names} - {part for _, part in seen} == {"backward", "assignment gradient"}
 
 
 def test_steps_are_limited_by_the_passes_over_the_data():

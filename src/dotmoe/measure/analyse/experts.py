@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dotmoe.common.errors import UserError, require_package
 from dotmoe.common.tables import figure
 from dotmoe.measure.analyse.run import AnalysedRun, Findings, router_inputs
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
@@ -100,6 +101,16 @@ def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
             f"({limit:.2f} would mean the same experts for every token)"
         )
     return lines
+
+
+def require_tsne(run: AnalysedRun) -> None:
+    """Refuse a run without experts of neurons, or a missing scikit-learn."""
+    require_package("sklearn", "analysis", "expert_outputs_tsne")
+    if run.layout.target != "ffn":
+        raise UserError(
+            f"expert_outputs_tsne needs experts of neurons, but {run.asked.run} has none. Leave it "
+            "out."
+        )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Inputs of the analyses: held-out text, its routing by the masked model, and the alignment."""
+"""Inputs of the analyses: held-out text, and its routing by the masked model."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -17,9 +17,7 @@ from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.method.router import router_logits
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import load_described
-from dotmoe.run.config import FinetuneRunConfig
 from dotmoe.run.finished import FinishedRun
-from dotmoe.run.folder import RunFolder
 
 FORWARD_TOKENS = 4096
 """Maximum tokens of one forward pass; a single block may have more."""
@@ -54,26 +52,10 @@ class AnalysedRun(FinishedRun):
         return load_described(self.described(), self.asked.load)
 
     @cached_property
-    def original(self) -> DenseModel:
-        """The dense model that the run started from, with its original weights."""
-        if not self.has_own_weights:
-            return self.dense
-        return load_described(self.origin(), self.asked.load)
-
-    @cached_property
     def routes(self) -> dict[str, Int[Tensor, "L T K"]]:
         """Experts that run for each token of the text; see `captured_routes`."""
         with self.progress.bar("route held-out text") as update:
             return captured_routes(self.dense, self.layouts, self.tokens, update)
-
-    @cached_property
-    def aligned(self) -> RunFolder | None:
-        """The run with the alignment: this one, or the one that it was finetuned from, if any."""
-        config, folder = self.config, self.folder
-        if isinstance(config, FinetuneRunConfig):
-            folder = RunFolder(Path(config.run))
-        was = folder.has("align") and (folder.stage("align") / "metrics.jsonl").is_file()
-        return folder if was else None
 
 
 def captured_routes(

@@ -30,8 +30,8 @@ def _model(record: Values) -> Table:
     splits, widths = from_record(record["granularity"]), record["widths"]
     model = (
         f"{record['model_type']}, {widths['layers']} layers, model width {widths['model']:,}, FFN "
-        f"width {widths['ffn']:,}, vocabulary {widths['vocabulary']:,}, context {widths['context']:,}, "
-        f"stored as {record['stored_dtype']}"
+        f"width {widths['ffn']:,}, vocabulary {widths['vocabulary']:,}, "
+        f"context {widths['context']:,}, stored as {record['stored_dtype']}"
     )
     rows = [["split", in_words(split, widths["layers"])] for split in splits]
     return Table(columns=("", ""), rows=[["model", model], *rows], words=2)

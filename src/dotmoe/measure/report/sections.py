@@ -165,7 +165,6 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Outputs of the experts", "analysis/expert_outputs_tsne", _analysis),
     ("Alignment", "", lambda run, _: _training("align", run)),
     ("Finetuning", "", lambda run, _: _training("finetune", run)),
-    ("Where a step's time goes", "analysis/overhead_profile", _analysis),
     ("Is the checkpoint what was measured?", "results", _checks),
     ("How it was made", "", _configuration),
     ("Not measured yet", "results", _missing),
