@@ -67,7 +67,6 @@ def test_each_measurement_is_printed_and_kept(finished, evaluated, tmp_path):
     fidelity, said = evaluated(folder, "--fidelity", text=text, window=64)
     assert "before the LM head" in said
     assert fidelity["against"] == str(model)
-    assert fidelity["command"].startswith(f"dotmoe evaluate {folder} --fidelity")
 
     made, said = evaluated(folder, against=model, generate=5, prompts=["The crow", "Line"])
     assert made["model"]["prompts"] == ["The crow", "Line"]

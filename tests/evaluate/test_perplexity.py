@@ -211,11 +211,11 @@ def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
     source.write_text("".join(TEXTS))
     corpus = TextConfig(text=[source], window=32)
     config = EvaluateConfig(model=model, out=tmp_path / "out", corpus=corpus, load=CPU)
-    found = evaluate(config, command="dotmoe evaluate x")["perplexity"]
+    found = evaluate(config)["perplexity"]
     assert json.loads((tmp_path / "out" / "perplexity.json").read_text()) == found
     assert (found["name"], found["dtype"], found["unit"]) == (model, "float32", "token")
-    assert (found["origin"], found["command"]) == ("measured", "dotmoe evaluate x")
-    assert found["provenance"]["versions"]["torch"]
+    assert found["origin"] == "measured"
+    assert all(found["provenance"][each] for each in ("command", "versions"))
     assert found["text"] == [str(source)]
     assert re.search("<s> before each.* windows of 32 tokens", found["protocol"])
 

@@ -121,12 +121,12 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
         from dotmoe.cli.line import Line
 
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-        config = (line := Line(name, tuple(arguments))).config()
+        config = Line(name, tuple(arguments)).config()
         from dotmoe.cli import commands
         from dotmoe.models.on_disk import quiet_transformers
 
         with quiet_transformers():
-            getattr(commands, f"run_{name}")(config, str(line))
+            getattr(commands, f"run_{name}")(config)
     else:
         names = ", ".join(COMMANDS)
         raise UserError(f"{name} is no command. Commands: {names}.{nearest(name, COMMANDS)}")

@@ -44,22 +44,22 @@ def _show(*parts: Any, to_stderr: bool = False) -> None:
         console.print(part)
 
 
-def run_quickstart(config: running.QuickstartConfig, line: str) -> None:
+def run_quickstart(config: running.QuickstartConfig) -> None:
     _show(shown_quickstart(quickstart(config, Progress())))
 
 
-def run_inspect(config: measuring.InspectConfig, line: str) -> None:
+def run_inspect(config: measuring.InspectConfig) -> None:
     dense, folder = dense_config(config.model)
     plan = inspect_model(dense, config, stored=stored_dtype(dense, folder))
     plan = {"model": config.model, **plan}
     _show(json.dumps(plan, indent=2) if config.json else render(plan))
 
 
-def run_convert(config: running.RunConfig, line: str) -> None:
+def run_convert(config: running.RunConfig) -> None:
     _show_conversion(convert(config, Progress()))
 
 
-def run_finetune(config: running.FinetuneRunConfig, line: str) -> None:
+def run_finetune(config: running.FinetuneRunConfig) -> None:
     _show_conversion(finetune(config, Progress()))
 
 
@@ -68,7 +68,7 @@ def _show_conversion(conversion: Conversion) -> None:
         _show(page.summary(conversion.folder))
 
 
-def run_compare(config: running.CompareConfig, line: str) -> None:
+def run_compare(config: running.CompareConfig) -> None:
     summary = compare(config, Progress())
     text = f"{', '.join(summary['text'])}: {summary['protocol']}"
     files = f"all columns are in compare.md in {config.out}, beside compare.json and the runs"
@@ -80,7 +80,7 @@ def run_compare(config: running.CompareConfig, line: str) -> None:
         )
 
 
-def run_export(config: running.ReexportConfig, line: str) -> None:
+def run_export(config: running.ReexportConfig) -> None:
     with Progress().bar("export") as update:
         record = reexport(config, update)
     split = f"{record.active_experts} of {record.num_experts} experts"
@@ -93,8 +93,8 @@ def run_export(config: running.ReexportConfig, line: str) -> None:
     )
 
 
-def run_evaluate(config: measuring.EvaluateConfig, line: str) -> None:
-    results = evaluate(config, Progress(), line)
+def run_evaluate(config: measuring.EvaluateConfig) -> None:
+    results = evaluate(config, Progress())
     if config.json:
         (first, *others) = results.values()
         _show(json.dumps(results if others else first, indent=2))
@@ -104,20 +104,20 @@ def run_evaluate(config: measuring.EvaluateConfig, line: str) -> None:
         _show(*(to_rich(part) if isinstance(part, Table) else part for part in show(result)))
 
 
-def run_analyse(config: measuring.AnalyseConfig, line: str) -> None:
-    for name, result in analyse(config, Progress(), line).items():
+def run_analyse(config: measuring.AnalyseConfig) -> None:
+    for name, result in analyse(config, Progress()).items():
         _show(f"{name}: {Path(config.run)}/6_evaluate/analysis/{name}.json")
         _show(*(f"  {sentence}" for sentence in result["says"]))
 
 
-def run_bench(config: measuring.BenchConfig, line: str) -> None:
+def run_bench(config: measuring.BenchConfig) -> None:
     dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
     with Progress().bar("bench") as update:
         result = bench.bench(replace(config, dense=dense, moe=moe), update)
     _show(json.dumps(result, indent=2) if config.json else to_rich(bench.table(result)))
 
 
-def run_report(config: measuring.ReportConfig, line: str) -> None:
+def run_report(config: measuring.ReportConfig) -> None:
     folder, out = Path(config.run), Path(config.out) if config.out else None
     if out and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserError(f"--out {out} is not a file in an existing folder. Name one, as a.html.")

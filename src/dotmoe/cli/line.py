@@ -7,7 +7,6 @@ import argparse
 import io
 import os
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass, replace
@@ -79,9 +78,6 @@ class Line(NamedTuple):
 
     name: str
     arguments: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return shlex.join(["dotmoe", self.name, *self.arguments])
 
     def config(self) -> Any:
         """The arguments as a checked config of the command.

@@ -31,12 +31,9 @@ ANALYSES = {
 """All analyses by name, in the order in which they run."""
 
 
-def analyse(
-    config: AnalyseConfig, progress: Progress | None = None, command: str | None = None
-) -> dict[str, Values]:
+def analyse(config: AnalyseConfig, progress: Progress | None = None) -> dict[str, Values]:
     """Run each analysis on the held-out text, and write its result file.
 
-    `command` is the command line as typed, to be recorded in the result.
     Returns the contents of the result files by name, without analyses that do not apply to the run.
     Raises a `UserError` if the run is not finished, a number is out of range, another process works
     in the run folder, or an analysis that was requested by name cannot be made.
@@ -64,7 +61,6 @@ def analyse(
                 "text": list(run.text.heldout_name),
                 "values": values,
                 "says": sentences,
-                "command": command,
                 "provenance": provenance(SEED),
             }
             write_json(run.folder.stage("evaluate") / "analysis" / f"{name}.json", results[name])

@@ -27,10 +27,8 @@ MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
 """The function that measures and the one that shows the result, by the result file's name."""
 
 
-def evaluate(
-    config: EvaluateConfig, progress: Progress | None = None, command: str | None = None
-) -> dict[str, Values]:
-    """Measure what `config` selects, by name; `command` is what was typed, for the record.
+def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[str, Values]:
+    """Measure what `config` selects, by name.
 
     Each result is also written to `config.out`/NAME.json if `out` is given. Raises `UserError` if
     options are out of range, or the model or text is missing, or they do not fit each other.
@@ -42,7 +40,6 @@ def evaluate(
             "origin": "measured",
             "name": config.model,
             **measure(config, progress or Progress(quiet=True)),
-            "command": command,
             "provenance": provenance(seed=0),
         }
         if config.out is not None:
