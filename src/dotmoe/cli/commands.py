@@ -22,7 +22,7 @@ from dotmoe.measure.evaluate import MEASUREMENTS, evaluate
 from dotmoe.measure.evaluate.models import gguf_file
 from dotmoe.measure.inspection import inspect_model, stored_dtype
 from dotmoe.measure.inspection.tables import render
-from dotmoe.measure.report import page, plots
+from dotmoe.measure.report import page
 from dotmoe.models.load import dense_config
 from dotmoe.pipeline import Conversion, convert, finetune
 from dotmoe.pipeline.compare import compare, table
@@ -35,9 +35,9 @@ class _Output(Console):
         raise BrokenPipeError  # `run` does not count it as a failure; Rich exits with 1
 
 
-def _show(*parts: Any, to_stderr: bool = False) -> None:
+def _show(*parts: Any) -> None:
     """Print text literally and tables with frames; in a file or pipe nothing is wrapped."""
-    console = _Output(stderr=to_stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = _Output(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 10_000
     for part in parts:
@@ -122,5 +122,3 @@ def run_report(config: measuring.ReportConfig) -> None:
     if out and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserError(f"--out {out} is not a file in an existing folder. Name one, as a.html.")
     print(page.html_report(folder, out))
-    if not plots.is_installed():
-        _show(plots.NO_PLOT, to_stderr=True)
