@@ -43,7 +43,6 @@ from dotmoe.export.parameters import count_parameters
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.evaluate.perplexity import difference
 from dotmoe.measure.inspection import inspect_model
-from dotmoe.measure.inspection.planner import Accelerator
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.config import LoadConfig
@@ -330,12 +329,11 @@ def paper_models() -> dict[str, Any]:
 
 def inspected(model: str, recipe: str, **asked: Any) -> Any:
     """What `dotmoe inspect --gpu h100` estimates for a model of the paper, not measured."""
-    here = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
     start = recipe_of("convert", recipe)
     values = {field.name: getattr(start, field.name) for field in fields(start)}
     asked = values | {"model": model, "load": LoadConfig(device="cpu"), "gpu": "h100"} | asked
     config = paper_models()[model]
-    return inspect_model(config, InspectConfig(**asked), stored=torch.bfloat16, here=here)
+    return inspect_model(config, InspectConfig(**asked), stored=torch.bfloat16)
 
 
 def planned() -> list[Any]:

@@ -46,15 +46,14 @@ def inspect_model(
     """Sizes, costs and warnings of converting a model of this Hugging Face config, as JSON values.
 
     `stored` is the dtype of its checkpoint. `here` is this machine; None measures it, in about a
-    second. Raises a `UserError` if the family is not supported, the split does not fit the model, a
-    size is out of range, or the device is absent.
+    second, unless a GPU is named. Raises a `UserError` if the family is not supported, the split
+    does not fit the model, a size is out of range, or the device is absent.
     """
     check(options)
     device = resolved_device(options.load.device)
     options, dense, sizes, form = _sized(config, options, stored)
-    here = here or _measured(device, options, stored)
     is_asked = options.finetune_recipe or options.finetune_steps
-    machines = [] if options.gpu else [here]
+    machines = [] if options.gpu else [here or _measured(device, options, stored)]
     own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
     for name in [options.gpu] if options.gpu else ACCELERATORS:
         for gpus in [options.gpus] if options.gpus else (1, 8):
@@ -108,7 +107,6 @@ def inspect_model(
         },
         **items,
         **{f"{name}_total": sum(each.values()) for name, each in items.items()},
-        "here": asdict(here) | {"held": here.held},
         "conversions": conversions,
         "choices": choices,
         "plans": plans,
