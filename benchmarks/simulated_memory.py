@@ -60,18 +60,14 @@ GPU = torch.device("lazy")
 """Stands for a GPU: a device that fake tensors can be on without its hardware, beside the host."""
 
 
-def step_of(model: str, train: str, ranks: int = 1, at_once: int = 2, **how: Any) -> Step:
-    """A step as the planner describes it, of two micro-batches; `train` may also be `repair`.
-
-    Experts have 128 neurons, and a quarter of them runs.
-    """
+def step_of(sizes: Sizes, train: str, ranks: int = 1, at_once: int = 2, **how: Any) -> Step:
+    """A step as the planner describes it, of two micro-batches; `train` may also be `repair`."""
     step: Any = {"train": train, "ranks": ranks, "seq_len": 2_048, "micro_batch_size": at_once}
-    sizes = sizes_of(SHAPES[model], SHAPES[model].layers)
     return Step(sizes=sizes, batch_size=2 * at_once * ranks, **step | how)
 
 
 def sizes_of(shape: Shape, layers: int) -> Sizes:
-    """Sizes of the first layers of a model."""
+    """Sizes of the first layers of a model; a quarter of its experts of 128 neurons runs."""
     experts = shape.ffn_width // 128
     split = Granularity(num_experts=experts, expert_size=128, active_experts=experts // 4)
     model = meta_model(llama_config(replace(shape, layers=layers)))
@@ -378,24 +374,23 @@ def of_each_kind(layers: int) -> list[Step]:
         ("everything", divided | {"offload": True, "distils": True}),
         ("router", {"ranks": 8}),
     ]
-    name = "Qwen2.5-7B"
+    sizes = sizes_of(SHAPES["Qwen2.5-7B"], layers)
     steps = [
-        step_of(name, train, checkpointing=again, **how)
+        step_of(sizes, train, checkpointing=again, **how)
         for (train, how), again in product(ways, (False, True))
     ]
-    steps += [step_of(name, "repair", **how) for how in ({}, divided)]
-    sizes = sizes_of(SHAPES[name], layers)
-    return [replace(step, sizes=sizes) for step in steps]
+    return steps + [step_of(sizes, "repair", **how) for how in ({}, divided)]
 
 
 def at_defaults(model: str) -> list[Step]:
     """Repair and trainings by the default options, as the commands run them on 80 GB."""
     is_large = model == "Qwen2.5-32B"  # which --sharding auto divides, and one GPU does not hold
-    steps = [step_of(model, "repair", 8 if is_large else 1, sharded=is_large)]
+    sizes = sizes_of(SHAPES[model], SHAPES[model].layers)
+    steps = [step_of(sizes, "repair", 8 if is_large else 1, sharded=is_large)]
     for ranks in (8,) if is_large else (1, 8):
-        align = step_of(model, "assignment", ranks, 4, sharded=is_large)
+        align = step_of(sizes, "assignment", ranks, 4, sharded=is_large)
         how = {"seq_len": 512, "sharded": ranks > 1, "distils": True}
-        tune = step_of(model, "everything", ranks, 4 if ranks == 1 else 1, **how)
+        tune = step_of(sizes, "everything", ranks, 4 if ranks == 1 else 1, **how)
         steps += [fitting(each, ACCELERATORS["h100"].memory_bytes) for each in (align, tune)]
     return steps
 

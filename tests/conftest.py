@@ -1,5 +1,6 @@
 """Settings and order of all tests; the fixtures that they share are in `shared_fixtures.py`."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def pytest_collection_modifyitems(items):
     """Workers of `make test` take whole files, in this order."""
     place = {item: item.path.relative_to(Path(__file__).parent).as_posix() for item in items}
     items.sort(key=lambda item: LONG.index(place[item]) if place[item] in LONG else len(LONG))
+
+
+def pytest_collection_finish():
+    """What is imported stays: no search for garbage goes through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 def pytest_configure(config):

@@ -10,9 +10,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -298,6 +299,20 @@ class Forked:
         there = self.is_there_when(reached)
         self._process.kill()
         return there and self.wait() == -signal.SIGKILL
+
+
+def passed(modules: Mapping[Any, torch.nn.Module], run: Callable[[], Any]) -> dict[Any, tuple]:
+    """What each module reads and puts out while something runs, by name."""
+    seen = {}
+
+    def see(name, module, args, out):
+        seen[name] = args[0], out
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(see, name)))
+        run()
+    return seen
 
 
 def affinity(*shape, std=1.0, seed=0):

@@ -88,12 +88,14 @@ def _no_network():
 def _short_runs():
     """Without pictures of reports, but in `report`, and with two rounds of a start from data.
 
-    Versions of packages, which every stage records, are looked up once.
+    Versions of packages, which every stage records, are looked up once. Files are not synced with
+    the disk: tests kill processes, and no machine.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dotmoe.measure.report.page.quality_svg", lambda *figures: b"<svg/>")
         patch.setattr("dotmoe.method.calibrate.ROUNDS", 2)
         patch.setattr("dotmoe.run.folder.version", cache(version))
+        patch.setattr("os.fsync", lambda handle: None)
         yield
 
 

@@ -21,6 +21,7 @@ from dotmoe.method.calibrate import (
 from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.text.blocks import TokenBlocks
+from runs import passed
 
 
 def planted(seed, groups):
@@ -134,12 +135,10 @@ def test_contributions_of_a_long_text_hold_only_their_result(dense, tokens_BT, m
 
 @torch.no_grad()
 def test_contributions_are_the_sizes_of_the_neurons_terms(dense, tokens_BT):
-    inputs, seen = [x for x, _ in block_inputs(dense, tokens_BT, "ffn")], []
+    inputs = [x for x, _ in block_inputs(dense, tokens_BT, "ffn")]
     mlp = dense.model.model.layers[1].mlp
-    handle = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    dense.model(input_ids=tokens_BT)
-    handle.remove()
-    assert torch.equal(inputs[1], seen[0].flatten(0, 1))
+    x_BTD, _ = passed({"": mlp}, lambda: dense.model(input_ids=tokens_BT))[""]
+    assert torch.equal(inputs[1], x_BTD.flatten(0, 1))
 
     found = contributions(dense.family.ffn(dense.model.model.layers[1]), inputs[1])
     x = inputs[1][7]
@@ -149,29 +148,24 @@ def test_contributions_are_the_sizes_of_the_neurons_terms(dense, tokens_BT):
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "granite", "gemma3_text"])
+@torch.no_grad()
 def test_a_layers_error_is_what_pruning_it_takes_from_the_stock_models_stream(
     family, dense_of, tokens_BT
 ):
     dense = dense_of(family)
+    layer = dense.family.layers(dense.model)[0]  # later ones read what was pruned
 
     def streams():
-        with torch.no_grad():
-            output = dense.model(input_ids=tokens_BT, output_hidden_states=True)
-        return output.hidden_states[1]  # after the first layer; later ones read what was pruned
+        seen = passed({0: layer, 1: layer.mlp}, lambda: dense.model(input_ids=tokens_BT))
+        return seen[1][0], seen[0][1]
 
-    whole_BTD, layer = streams(), dense.family.layers(dense.model)[0]
-    inputs = []
-    with (
-        layer.mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
-        torch.no_grad(),
-    ):
-        dense.model(input_ids=tokens_BT)
-        ffn, x_TD = dense.family.ffn(layer), inputs[0].flatten(0, 1)
-        energy_TN = contributions(ffn, x_TD).square()
+    x_BTD, whole_BTD = streams()
+    ffn = dense.family.ffn(layer)
+    energy_TN = contributions(ffn, x_BTD.flatten(0, 1)).square()
     idle_N = energy_TN.mean(0).argsort()[: energy_TN.shape[1] // 2]
     before = ffn.down.weight.data.clone()
     ffn.down.weight.data[:, idle_N] = 0
-    pruned_BTD = streams()
+    _, pruned_BTD = streams()
     ffn.down.weight.data = before
     ratio_BT = (pruned_BTD - whole_BTD).square().sum(-1) / whole_BTD.square().sum(-1)
     error = pruning_errors(dense, tokens_BT, 0.5)[0]

@@ -19,6 +19,7 @@ from dotmoe.measure.analyse.experts import (
 from dotmoe.measure.analyse.run import captured_routes, router_inputs
 from dotmoe.method.layout import ALWAYS_ON
 from dotmoe.method.masked import masked_by
+from runs import passed
 
 E, K, T = 12, 3, 4000
 
@@ -39,10 +40,9 @@ def layout(dense, layout_of):
 
 def inputs_of_the_last_ffn(dense, tokens):
     """The layers before it are dense here, so the dense model's own input is the masked one's."""
-    seen, last = [], dense.family.layers(dense.model)[-1].mlp
-    with torch.no_grad(), last.register_forward_pre_hook(lambda mlp, inputs: seen.extend(inputs)):
-        dense.model(input_ids=tokens)
-    return seen[0].flatten(0, 1)
+    last = dense.family.layers(dense.model)[-1].mlp
+    x_BTD, _ = passed({"": last}, lambda: dense.model(input_ids=tokens))[""]
+    return x_BTD.detach().flatten(0, 1)
 
 
 def test_routes_are_the_largest_logits_of_every_token(dense, layout_of, tokens, monkeypatch):

@@ -9,8 +9,7 @@ from runs import on_ranks
 
 VARIANTS = {
     "replicated": {"sharding": "replicate"},
-    "sharded": {"sharding": "shard"},
-    "recomputed": {"sharding": "shard", "recompute": True},
+    "sharded, recomputed": {"sharding": "shard", "recompute": True},
 }
 FIGURES = ("loss", "kl", "ce", "z", "balance", "marginal_error", "moved_fraction", "soft_hard_gap")
 

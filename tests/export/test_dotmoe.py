@@ -12,7 +12,13 @@ from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import require_exportable
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.masked import masked_by
-from export.comparison import logits_of, masked_logits, step_by_step, stock_logits
+from export.comparison import (
+    logits_of,
+    masked_logits,
+    require_rounded_as_masked,
+    step_by_step,
+    stock_logits,
+)
 from runs import in_turn
 
 TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -65,23 +71,12 @@ def test_the_decoder_without_its_head_is_the_masked_one(family, dense_of, export
 
 
 @pytest.mark.parametrize("family", ["smollm3", "gemma3_text"])
-def test_in_bfloat16_it_differs_from_masked_as_little_as_that_from_float32(
-    family, dense_of, exported, layout_of, tokens_BT
-):
+def test_in_bfloat16_it_rounds_as_the_masked_model_does(family, dense_of, exported, tokens_BT):
     dense = dense_of(family, dtype="bfloat16", **OWN[family])
     half = dense_of(family, dtype="bfloat16", load_dtype="bfloat16", **OWN[family])
     made = exported(dense, {"dtype": torch.bfloat16})
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.bfloat16).eval()
-    found, exact, masked = (
-        logits_of(model, tokens_BT).float(),
-        masked_logits(dense, made.layout, tokens_BT),
-        masked_logits(half, made.layout, tokens_BT).float(),
-    )
-
-    def median(error):
-        return float(error.abs().mean(dim=-1).median())
-
-    assert median(found - exact) < 1.5 * median(masked - exact)
+    require_rounded_as_masked(model, dense, half, made.layout, tokens_BT)
 
 
 def test_what_it_costs_is_said_before(command, tiny_dense, dense_of, caplog):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from dotmoe.cli import run
 from dotmoe.common.distributed import process_group
 from dotmoe.common.errors import UserError
+from dotmoe.export.record import ExportRecord
 from dotmoe.measure.report import RunResults
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
@@ -28,11 +29,11 @@ from dotmoe.text.blocks import TokenBlocks
 from export.comparison import logits_of, masked_logits
 from export.test_dotmoe import OWN
 from heads.families import FAMILIES, head_layout
-from runs import TINY_CONVERT, Forked, TinyRun, on_ranks
+from runs import TINY_CONVERT, Forked, TinyRun, on_ranks, passed
 
 TRAINED = ("llama", "granite", "olmo2", "phi3")
 SCALED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}}
-QUICK = ["--scale-tokens", "128", "--verify-tokens", "128"]
+LEVELS = ("frozen", "repaired", "finetuned")
 
 
 def walks(rows):
@@ -54,16 +55,12 @@ def made(dense, folder, **options):
 @torch.no_grad()
 def around_projection(dense, target, rows):
     """What the output projection of the only layer reads, and the residual stream behind it."""
-    inputs, streams, layer = [], [], dense.model.model.layers[0]
-    if target == "ffn":
-        behind = layer.register_forward_hook(lambda _, args, out: streams.append(out))
-    else:
-        norm = layer.post_attention_layernorm
-        behind = norm.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
-    output = dense.family.output(layer, TARGETS[target])
-    with behind, output.register_forward_hook(lambda _, args, out: inputs.append(args[0])):
-        dense.model(input_ids=rows)
-    return [each.view(*rows.shape, -1).double().numpy() for each in (inputs[0], streams[0])]
+    layer = dense.model.model.layers[0]
+    modules = {"ffn": layer, "attention": layer.post_attention_layernorm}
+    modules["output"] = dense.family.output(layer, TARGETS[target])
+    seen = passed(modules, lambda: dense.model(input_ids=rows))
+    behind = seen["ffn"][1] if target == "ffn" else seen["attention"][0]
+    return [each.view(*rows.shape, -1).double().numpy() for each in (seen["output"][0], behind)]
 
 
 @pytest.mark.parametrize(
@@ -324,47 +321,37 @@ def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path
         torch.testing.assert_close(repaired[name], weight, rtol=0, atol=1e-4)
 
 
-def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp_path, command):
-    options = {**TINY_CONVERT, "data": text_file, "steps": 0, "repair_tokens": 1000}
-    few = {"scale_tokens": 128, "verify_tokens": 128}
-    tuning = {"train": "router", "steps": 4, "batch_size": 2, "lr_router": 1e-3, **few}
-    dense, names = tiny_dense("llama"), ("frozen", "repaired", "tuned", "mixtral")
-    at = {name: tmp_path / name for name in names}
-    tuned = [
-        command("convert", dense, at["frozen"], **options),
-        command("convert", dense, at["repaired"], **options, repair=[]),
-        command("export", at["repaired"], at["mixtral"], format="mixtral", **few),
-        command("finetune", at["repaired"], at["tuned"], **tuning),
-    ]
-    assert [each.status for each in tuned] == [0] * 4
-    for name in ("frozen", "repaired"):
-        card = (at[name] / "5_export/README.md").read_text()
-        assert ("give back the dense model" in card) == (name == "frozen")
-        assert ("with the repaired or finetuned model" in card) == (name != "frozen")
-    rows = {name: RunResults(at[name]).models for name in ("repaired", "tuned")}
-    assert list(rows["repaired"]) == ["dense", "frozen", "repaired"]
-    assert list(rows["tuned"]) == ["dense", "frozen", "repaired", "finetuned"]
-    assert all(word in tuned[-1].out for word in ("frozen", "repaired", "finetuned"))
-    loss = {name: row["loss"] for name, row in rows["tuned"].items()}
-    assert loss["repaired"] == rows["repaired"]["repaired"]["loss"]
-    exported = json.loads((at["repaired"] / "5_export/dotmoe.json").read_text())
-    assert exported["problems"] == []
-    assert exported["source"] == dense.name
-    layout = ExpertLayout.load(at["repaired"] / "4_repair/layout.safetensors")
-    trained = FinishedRun(at["repaired"]).described()
-    on_disk = left_on_disk(trained, LoadConfig(device="cpu"))
-    trained = load_described(trained, LoadConfig(device="cpu"))
-    tokens = TokenBlocks.load(at["repaired"] / "0_data/heldout.safetensors").tokens_BT.long()
+def test_frozen_repaired_and_finetuned_are_three_rows(finished, tmp_path, command):
+    options = {name: value for name, value in finished.options.items() if name != "no_repair"}
+    options |= {"steps": 0, "repair_tokens": 1000}
+    tuning = {"train": "router", "steps": 4, "batch_size": 2, "lr_router": 1e-3}
+    tuning |= {"scale_tokens": 128, "verify_tokens": 128}
+    repaired = TinyRun("convert", finished.source, tmp_path / "repaired", options).made()
+    tuned = command("finetune", repaired.folder, tmp_path / "tuned", **tuning)
+    assert (tuned.status, [word in tuned.out for word in LEVELS]) == (0, [True] * 3)
+    for made in (finished, repaired):
+        card = (made.folder / "5_export/README.md").read_text()
+        assert ("give back the dense model" in card) == (made is finished)
+        assert ("with the repaired or finetuned model" in card) == (made is repaired)
+    before, after = (RunResults(each).models for each in (repaired.folder, tmp_path / "tuned"))
+    assert (list(before), list(after)) == (["dense", *LEVELS[:2]], ["dense", *LEVELS])
+    loss = before["repaired"]["loss"]
+    assert after["repaired"]["loss"] == loss
+    record = ExportRecord.load(repaired.folder / "5_export")
+    assert (record.problems, record.source) == ([], finished.source.name)
+    layout = ExpertLayout.load(repaired.folder / "4_repair/layout.safetensors")
+    described, cpu = FinishedRun(repaired.folder).described(), LoadConfig(device="cpu")
+    trained, on_disk = load_described(described, cpu), left_on_disk(described, cpu)
+    tokens = TokenBlocks.load(repaired.folder / "0_data/heldout.safetensors").tokens_BT.long()
     with torch.no_grad(), masked_by(trained, layout):
         nats = trained.model(input_ids=tokens, labels=tokens).loss
-    assert float(nats) == pytest.approx(loss["repaired"], abs=5e-3)
-    logits = [each.model(input_ids=tokens).logits for each in (trained, on_disk)]
-    assert torch.equal(*logits)
-    weights, stored = trained.model.state_dict(), load_file(dense / "model.safetensors")
+    assert float(nats) == pytest.approx(loss, abs=5e-3)
+    assert torch.equal(*(logits_of(each.model, tokens) for each in (trained, on_disk)))
+    weights, stored = trained.model.state_dict(), load_file(finished.source / "model.safetensors")
     ffns = {name for name, weight in stored.items() if not torch.equal(weight, weights[name])}
     assert ffns == {name for name in stored if ".mlp." in name}
     needed = sum(stored[name].nbytes for name in ffns)
-    folder = at["repaired"] / "4_repair"
+    folder = repaired.folder / "4_repair"
     files = list(folder.glob("**/weights.safetensors"))
     assert sum(file.stat().st_size for file in files) < needed + 4096  # headers
     assert not (folder / "model").exists()

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from dotmoe.rivals.pruning.llm_pruner import removed_parameters
 from dotmoe.rivals.pruning.modegpt import joint_rank
 from dotmoe.rivals.pruning.slicegpt import sliced, sliced_parameters
 from dotmoe.rivals.pruning.two_of_four import correcting, kept_of_four
-from runs import TINY_CONVERT
+from runs import TINY_CONVERT, passed
 
 STOCK = [name for name in PRUNING if PRUNING[name].applied is None]
 TWO_OF_FOUR = [name for name in PRUNING if name.endswith("2_4")]
@@ -39,20 +38,6 @@ def linears_of(dense):
         for name, module in dense.model.named_modules()
         if isinstance(module, nn.Linear) and ".layers." in name
     }
-
-
-def passed(modules, run):
-    """What each module reads and puts out while something runs, by name."""
-    seen = {}
-
-    def see(name, module, args, out):
-        seen[name] = args[0], out
-
-    with ExitStack() as hooks:
-        for name, module in modules.items():
-            hooks.enter_context(module.register_forward_hook(partial(see, name)))
-        run()
-    return seen
 
 
 @torch.no_grad()

@@ -56,15 +56,14 @@ def test_alignment_repair_and_finetuning_each_have_their_own_schedule(
     "script", [lte_stages, pytest.param(recovery_curve, marks=pytest.mark.slow)]
 )
 def test_the_stages_of_an_experiment_start_at_their_peaks(
-    script, stages, tiny_dense, text_file, heldout_file, tmp_path, monkeypatch
+    script, stages, finished, heldout_file, tmp_path, monkeypatch
 ):
-    options = TINY_CONVERT | {"data": text_file, "method": "lte", "lte_steps": 2}
-    made = TinyRun("convert", tiny_dense("llama"), tmp_path / "run", options).made()
+    made = str(finished.folder)
     if script is lte_stages:
-        words = [str(made.folder), str(tmp_path / "out"), "--soft-steps", "6", "--hard-steps", "4"]
+        words = [made, str(tmp_path / "out"), "--soft-steps", "6", "--hard-steps", "4"]
         expected = [[1e-3, 3e-3], [1e-3]]
     else:
-        words = [str(made.folder), str(tmp_path / "out"), "--text-of", str(made.folder)]
+        words = [made, str(tmp_path / "out"), "--text-of", made]
         words += ["--points", "2", "--heldout-tokens", "256"]
         monkeypatch.setattr(script, "HELDOUT", (str(heldout_file),))
         expected = [[0.0, 6e-4]]  # routers, weights

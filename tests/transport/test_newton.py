@@ -10,8 +10,8 @@ from scipy.optimize import linear_sum_assignment
 from dotmoe.method.transport import balanced_plan, greedy_assignment, newton, sinkhorn
 from runs import affinity
 
-SHAPES = [(512, 16), (24, 6), (40, 2), (30, 30), (7, 1)]
-WIDER_SHAPES = [(2960, 148), (1280, 10), (128, 128), (999, 27)]
+SHAPES = [(128, 16), (24, 6), (40, 2), (30, 30), (7, 1)]
+WIDER_SHAPES = [(512, 16), (2960, 148), (1280, 10), (128, 128), (999, 27)]
 
 
 def one_hot(wanted_N, num_experts):
