@@ -206,7 +206,6 @@ def overview(models: Mapping[str, Values], counts: Values) -> Table:
 
 
 def _weights(run: RunResults) -> str:
-    counts = run.results["parameters"]
     target = targets_of(run.splits)
     if run.is_repaired:
         origin = "repair refitted the output projections of the experts"
@@ -220,9 +219,4 @@ def _weights(run: RunResults) -> str:
     else:
         parts = {"ffn": "FFNs", "both": "FFNs and attention"}.get(target, target)
         origin = f"the experts are slices of the dense {parts}"
-    origin += f". Format {run.export.format}: {run.export.exactness}"
-    added = counts["stored"] - counts["dense"]
-    share = percent(abs(added) / counts["dense"])
-    if added < 0:  # neurons were dropped
-        return f"{origin}. {-added:,} parameters ({share}) of the dense model are left out."
-    return f"{origin}. The routers add {added:,} parameters ({share}) to those of the dense model."
+    return f"{origin}. Format {run.export.format}: {run.export.exactness}."
