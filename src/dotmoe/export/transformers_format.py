@@ -1,7 +1,6 @@
 """Base class of the Transformers formats: a decoder in LLaMA's form with MoE FFNs."""
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, count, pairwise
 from pathlib import Path
@@ -18,7 +17,7 @@ from dotmoe.export.verify import Reloadable, verify
 from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity, Splits
 from dotmoe.models.checkpoint import DTYPES, INDEX
 from dotmoe.models.family import DenseModel
-from dotmoe.models.tokenizer import copy_tokenizer
+from dotmoe.models.tokenizer import copy_beside_weights
 
 _COPIED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -177,12 +176,8 @@ class TransformersFormat(Reloadable):
                 yield conversion.neurons(layer, projection, neurons_S, name, factor)
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
-        dense = conversion.dense
         write_json(folder / "config.json", self.header(conversion))
-        copy_tokenizer(dense, folder)
-        generation = dense.folder / "generation_config.json"
-        if generation.is_file():
-            shutil.copyfile(generation, folder / generation.name)
+        copy_beside_weights(conversion.dense, folder)
         most = int(conversion.config.max_shard_gib * 2**30)
         files = write_checkpoint(self.tensors(conversion), folder, most, conversion.on_progress)
         conversion.tensors.forget()

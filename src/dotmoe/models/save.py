@@ -11,7 +11,7 @@ from dotmoe.common.distributed import full_tensor, is_rank_zero
 from dotmoe.common.files import save_tensors, write_json
 from dotmoe.models.checkpoint import INDEX, Tensors
 from dotmoe.models.family import TARGETS, DenseModel
-from dotmoe.models.tokenizer import copy_tokenizer
+from dotmoe.models.tokenizer import copy_beside_weights
 
 
 def write_weights(dense: DenseModel, out: Path) -> None:
@@ -40,12 +40,10 @@ def begin_checkpoint(dense: DenseModel, out: Path) -> None:
     """Replace `out` by a folder with all files of a dense checkpoint except its weights."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    for name in ("config.json", "generation_config.json"):
-        if (dense.folder / name).is_file():
-            shutil.copyfile(dense.folder / name, out / name)
+    shutil.copyfile(dense.folder / "config.json", out / "config.json")
     if Tensors.of(dense).left_out:  # the text model alone remains
         dense.config.save_pretrained(out)
-    copy_tokenizer(dense, out)
+    copy_beside_weights(dense, out)
 
 
 def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:

@@ -29,7 +29,7 @@ WHOLE = "tokenizer.json"
 _FILES = (
     *("tokenizer*", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.*"),
-    "additional_chat_templates/*",
+    *("additional_chat_templates/*", "generation_config.json"),
 )
 PROBES = (
     "Once upon a time, there was a little girl named Lily.",
@@ -140,8 +140,8 @@ def random_text() -> str:
     return "a" + "".join(draw.choice(draw.choice(_CHARACTERS)) for _ in range(30_000))
 
 
-def copy_tokenizer(dense: DenseModel, out: Path) -> None:
-    """Copy all tokenizer files of a model byte for byte; `out` must exist.
+def copy_beside_weights(dense: DenseModel, out: Path) -> None:
+    """Copy a model's tokenizer and generation config byte for byte; `out` must exist.
 
     A folder without `tokenizer.json` gets what Transformers makes of the other files beside them.
     """
