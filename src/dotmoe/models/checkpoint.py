@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dotmoe.common.errors import UserError, nearest, one_line
-from dotmoe.common.files import read_json
+from dotmoe.common.files import Values, read_json
 from dotmoe.models.family import DenseModel, TensorPart
 
 EMBEDDED = "embedded"
@@ -144,7 +144,7 @@ def pickled(files: Iterable[str]) -> str | None:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Map tensor names to safetensors files, from their headers; refuses incomplete files."""
+    """Map tensor names to safetensors files, from their headers; refuses a damaged file."""
     single, index = folder / "model.safetensors", folder / INDEX
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
@@ -159,12 +159,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     is_map = isinstance(shard_of, dict) and all(isinstance(each, str) for each in shard_of.values())
     if not shard_of or not is_map:
         raise UserError(f"{index} has no weight_map. Download it again.")
-    shards = {folder / shard for shard in shard_of.values()}
-    files = {name: shard for shard in sorted(shards) for name in _tensor_names(shard)}
-    for name, shard in shard_of.items():
-        if files.get(name) != folder / shard:
-            raise UserError(f"{name} is not in {folder / shard}, where {index.name} puts it.")
-    return files
+    shards = sorted({folder / shard for shard in shard_of.values()})
+    return {name: shard for shard in shards for name in _tensor_names(shard)}
 
 
 def text_name(stored: str) -> str:
@@ -187,12 +183,22 @@ def require_tokenizer(folder: Path) -> list[str]:
     return present
 
 
+def stored_config(folder: Path) -> Values:
+    """Content of a model's config.json; `UserError` if it is missing, or of another kind."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no config.json. Name a model folder or a finished run.")
+    values = read_json(path)
+    if not values.get("model_type"):
+        is_run = (folder / "manifest.json").is_file()
+        what = "is of a dotmoe run, not of a model" if is_run else "names no model_type"
+        raise UserError(f"{path} {what}. Name the folder of a model.")
+    return values
+
+
 def require_checkpoint(folder: Path) -> None:
     """Refuse a folder whose config, weights or tokenizer are missing or damaged."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no config.json. Name a model folder or a finished run.")
-    if not read_json(folder / "config.json").get("model_type"):
-        raise UserError(f"{folder / 'config.json'} names no model_type. Name a model folder.")
+    stored_config(folder)
     tensor_files(folder)
     require_tokenizer(folder)
 

@@ -4,7 +4,6 @@ Under torchrun FSDP2 may shard the weights: each rank holds its rows of every te
 layer, or the embedding, is gathered only while it runs; the head only by a call of `full_tensor`.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +28,7 @@ from dotmoe.models.checkpoint import (
     at_revision,
     checkpoint_folder,
     is_local,
+    stored_config,
     tensor_files,
     text_name,
 )
@@ -51,8 +50,6 @@ MODEL, CHANGES = "model", "layers.parts"
 for each layer and target, with the changed weights and their metrics."""
 LARGEST_SHARE = 0.5
 """Share of a GPU's memory for replicated weights; activations and training need the rest."""
-
-logger = logging.getLogger(__name__)
 
 
 def load_dense(source: str, config: LoadConfig) -> DenseModel:
@@ -148,14 +145,8 @@ def describe_dense(source: str) -> DenseModel:
 def dense_config(source: str) -> tuple[Any, Path]:
     """The config of a checkpoint, and the local folder that contains it."""
     folder = checkpoint_folder(source, config_only=True)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder} holds no config.json. Name a Hugging Face checkpoint folder.")
-    plain = read_json(path)
-    if not (model_type := str(plain.get("model_type", ""))):
-        is_run = (folder / "manifest.json").is_file()
-        what = "is of a dotmoe run, not of a model" if is_run else "names no model_type"
-        raise UserError(f"{path} {what}. Name the folder of a dense checkpoint.")
+    path, plain = folder / "config.json", stored_config(folder)
+    model_type = str(plain["model_type"])
     text = plain.get("text_config")
     types = {model_type, str(text.get("model_type")) if isinstance(text, dict) else ""}
     if not types & FAMILIES.keys():  # Transformers may not know it
@@ -173,11 +164,6 @@ def dense_config(source: str) -> tuple[Any, Path]:
             "Compare it with the original checkpoint's."
         ) from error
     family_of(config)
-    if config.pad_token_id != plain.get("pad_token_id", config.pad_token_id):
-        logger.warning(
-            "pad_token_id in %s is %s, beyond the %d rows of the embedding, and is ignored.",
-            *(path, plain["pad_token_id"], config.vocab_size),
-        )
     return config, folder
 
 
@@ -208,35 +194,24 @@ def config_of(folder: Path) -> Any:
 
 def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
     """Load a checkpoint with stock Transformers: on the CPU, frozen, no weight missing."""
-    try:
-        with quiet_transformers():
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config_of(folder),
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                key_mapping=TEXT_OF_WRAPPER,
-                # Reported below; Transformers' own error does not say which tensor it is.
-                ignore_mismatched_sizes=True,
-            )
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} cannot be loaded ({one_line(error)}).") from error
-    missing, mismatched = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
-    if missing:
-        raise UserError(
-            f"{missing[0]} is not in the checkpoint {folder} ({len(missing)} missing in all), so "
-            "it would be random. Download the checkpoint again or fix its config.json."
+    with quiet_transformers():
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config_of(folder),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            key_mapping=TEXT_OF_WRAPPER,
+            # Reported below; Transformers' own error does not say which tensor it is.
+            ignore_mismatched_sizes=True,
         )
-    if mismatched:
-        name, stored, expected = mismatched[0]
+    lacking = sorted(loaded["missing_keys"]) + sorted(map(str, loaded["mismatched_keys"]))
+    if lacking:
         raise UserError(
-            f"{name} has shape {tuple(stored)} in {folder}, but its config.json requires "
-            f"{tuple(expected)} ({len(mismatched)} such tensors). Fix the config."
+            f"{lacking[0]} is missing from {folder} or has another shape ({len(lacking)} such "
+            "tensors), so it would be random. Download the checkpoint again or fix its config.json."
         )
-    if extra := sorted(loaded["unexpected_keys"]):
-        logger.warning("%d tensors of %s are not used, such as %s", len(extra), folder, extra[0])
     frozen: nn.Module = model.requires_grad_(False).eval()
     return frozen
 
