@@ -281,30 +281,3 @@ def test_float16_is_refused(tiny_dense, blocks, tmp_path):
     dense = loaded(tiny_dense("llama"), dtype="float16")
     with pytest.raises(UserError, match=r"float16.*--dtype bfloat16"):
         align(alignment(dense, blocks), tmp_path)
-
-
-class Cramped(Alignment):
-    """The backward pass of more than two sequences does not fit."""
-
-    def differentiate(self, loss, *, is_last):
-        if self.micro_batch_size > 2:
-            raise torch.OutOfMemoryError("too much")
-        super().differentiate(loss, is_last=is_last)
-
-
-def test_a_halved_micro_batch_is_kept_when_resumed(dense, blocks, tmp_path):
-    """It decides the balance loss, so that the state is that of the micro-batch from the start."""
-
-    def trained(kind, size, name, last_step=3):
-        config = replace(CONFIG, micro_batch_size=size, steps=3)
-        task = alignment(dense, blocks, config, kind=kind)
-        aligned(task, tmp_path / name, last_step=last_step)
-        assert task.micro_batch_size == 2
-        part = task.parts[0]
-        return part.affinity_LNE, part.router_LED, part.masking.expert_of_neuron_LN
-
-    fitting, cramped = trained(Alignment, 2, "fitting"), trained(Cramped, 4, "cramped")
-    trained(Cramped, 4, "cut", last_step=2)
-    resumed = trained(Alignment, 4, "cut")
-    for others in (cramped, resumed):
-        assert all(map(torch.equal, fitting, others))

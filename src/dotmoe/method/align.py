@@ -140,11 +140,7 @@ class LearnedAssignment:
         if self.routers_LED.grad is not None:
             own_lED = summed_rows(self.routers_LED.grad, self.ranks)
             torch.autograd.backward(local_part(self.router_LED), own_lED)
-        self.forget_plan()
-
-    def forget_plan(self) -> None:
-        """Release the plans of a step."""
-        self.solved = self.plan_LNE = self.masking.plan_LNE = None
+        self.solved = self.plan_LNE = self.masking.plan_LNE = None  # they take memory
 
     def state(self) -> dict[str, Tensor]:
         """The warm start of the solver and the last assignment."""
@@ -213,12 +209,6 @@ class Alignment(Objective):
         """Propagate the masks' gradients to affinities and routers."""
         for part in self.parts:
             part.end()
-
-    def forget_step(self) -> None:
-        """See `Objective`; also releases the plans."""
-        super().forget_step()
-        for part in self.parts:
-            part.forget_plan()
 
     def state(self) -> dict[str, Tensor]:
         """The warm start of the solvers and the last assignments."""

@@ -1,6 +1,5 @@
 """STAGE finetune: recovery training of the converted model, computing only the chosen experts."""
 
-import gc
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -228,15 +227,6 @@ class Finetuning(Objective):
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_all_reduce(is_last)
         super().differentiate(loss, is_last=is_last)
-
-    def forget_step(self) -> None:
-        """See `Objective`; an interrupted backward pass leaves FSDP2 waiting for its end."""
-        super().forget_step()
-        if isinstance(self.model, FSDPModule):
-            gc.collect()  # ending it takes memory
-            self.model.reset_iter_state()
-            self.model.set_requires_all_reduce(True)  # gradients go where they are discarded
-            self.model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def computed_in(

@@ -113,6 +113,3 @@ class Objective:
     def state(self) -> dict[str, Tensor]:
         """Tensors that a resumed run needs in addition to the trained parameters."""
         return {}
-
-    def forget_step(self) -> None:
-        """Release what a step that was interrupted has left."""

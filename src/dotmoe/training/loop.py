@@ -1,7 +1,5 @@
-"""The training loop: rate, gradient, clip, step, log, save; bad losses, low memory, signals."""
+"""The training loop: rate, gradient, clip, step, log, save; bad losses, signals."""
 
-import gc
-import logging
 import math
 import signal
 import threading
@@ -30,8 +28,6 @@ from dotmoe.common.distributed import (
 from dotmoe.common.errors import Interrupted, UserError
 from dotmoe.training.config import DEFAULT_TRAINING, Schedule, TrainingConfig
 from dotmoe.training.folder import Checkpoints, Metrics, OnStep, metrics_log
-
-logger = logging.getLogger(__name__)
 
 ParameterGroup = dict[str, Any]
 """A parameter group of torch's optimizers: `params`, pairs of name and parameter, and peak `lr`.
@@ -68,8 +64,6 @@ class Task(Protocol):
     """The interface of what the loop trains."""
 
     schedule: Schedule
-    micro_batch_size: int
-    """Sequences per forward pass; the loop halves this if they do not fit into memory."""
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """The trained parameters and their peak learning rates."""
@@ -83,9 +77,6 @@ class Task(Protocol):
 
     def state(self) -> dict[str, Tensor]:
         """Further tensors that a resumed run needs; the loop fills them, in their fixed shapes."""
-
-    def forget_step(self) -> None:
-        """Release the memory of an interrupted step, except gradients and `state`."""
 
 
 def require_trainable(dtype: torch.dtype) -> None:
@@ -118,13 +109,11 @@ def train(
     first_step, last_save = 0, time.monotonic()
     if saved := checkpoints.load(_tensors(task, optimizer)):
         first_step = saved["step"]
-        task.micro_batch_size = min(task.micro_batch_size, saved["micro_batch_size"])
         watch = LossWatch(**saved["losses"])
     with metrics_log(folder, first_step) as log, stop_requests() as signals, checkpoints.thread():
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
-            before = {name: tensor.clone() for name, tensor in task.state().items()}
-            metrics = _gradients(task, optimizer, step, before)
+            metrics = task.accumulate_gradients(step)
             rate = cosine_with_warmup(
                 step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
             )
@@ -150,8 +139,7 @@ def train(
                 checkpoints.finish()
             is_last = any(stops) or step + 1 == schedule.steps
             if is_last or save:
-                size, losses = task.micro_batch_size, asdict(watch)
-                values = {"step": step + 1, "micro_batch_size": size, "losses": losses}
+                values = {"step": step + 1, "losses": asdict(watch)}
                 checkpoints.save(step + 1, _tensors(task, optimizer), values, wait=is_last)
                 last_save = time.monotonic()
             for number, num_ranks_stopped in zip(_SIGNALS, stops, strict=True):
@@ -199,29 +187,6 @@ class LossWatch:
         """Remember the loss of a step that was applied."""
         self.recent = [*self.recent, loss][-64:]
         self.largest = max(self.largest, loss)
-
-
-def _gradients(
-    task: Task, optimizer: torch.optim.Optimizer, step: int, before: dict[str, Tensor]
-) -> Metrics:
-    """Call `accumulate_gradients`; halve the micro-batch until it fits into memory."""
-    while True:
-        try:
-            return task.accumulate_gradients(step)
-        except torch.OutOfMemoryError:
-            # With several ranks, the others wait in the middle of the step.
-            if task.micro_batch_size == 1 or num_ranks() > 1:
-                raise
-        task.micro_batch_size = size = task.micro_batch_size // 2
-        logger.warning(
-            "out of memory at step %d: micro_batch_size is %d from here on", step + 1, size
-        )
-        task.forget_step()
-        optimizer.zero_grad()
-        for name, tensor in task.state().items():
-            tensor.copy_(before[name])
-        gc.collect()  # here the error's frames no longer hold tensors of the step
-        torch.cuda.empty_cache()
 
 
 def _worst_place(optimizer: torch.optim.Optimizer) -> str:
