@@ -27,7 +27,7 @@ class Troubled(Regression):
         self.tower = nn.Parameter(divided(torch.ones(3, 50_000), mesh(torch.device("cpu"))))
 
     def parameter_groups(self):
-        return [{"params": [("tower", self.tower)], "lr": 0.1, "first_layer": 0}]
+        return [{"params": [("tower", self.tower)], "lr": 0.1}]
 
     def accumulate_gradients(self, step):
         self.tower.grad = (step + 1) * torch.ones_like(self.tower)
@@ -49,9 +49,8 @@ def limit_files(task, metrics, size=100_000):
 def in_trouble(folder):
     """An error, a signal, a full disk, and nothing: each run goes on from the one before."""
     dist.init_process_group("gloo")
-    place = "at step 4; the first gradient that is not finite is that of tower, layer 2"
     with pytest.raises(
-        UserError, match=rf"{place}\. The last good checkpoint is .*step_00000002\."
+        UserError, match=r"at step 4\. The last good checkpoint is .*step_00000002\."
     ):
         train(Troubled({3: spoil}), folder, TrainingConfig(checkpoint_every=2))
     with pytest.raises(Interrupted, match="SIGTERM stopped the run after step 7"):

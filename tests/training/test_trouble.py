@@ -6,7 +6,6 @@ import pytest
 from toy_tasks import metrics_in, trained
 
 from dotmoe.common.errors import UserError
-from dotmoe.training import loop
 from dotmoe.training.loop import LossWatch
 
 
@@ -23,9 +22,9 @@ def exploded(task, metrics):
 
 
 PATTERNS = {
-    not_a_number: "loss is nan at step 12; the largest gradient is that of weight",
-    spoil_gradient: "grad_norm is (inf|nan) at step 12; the first gradient that is not finite",
-    exploded: r"loss is 1e\+06, but the median of the last 11 is [\d.]+, at step 12",
+    not_a_number: r"loss is nan at step 12\.",
+    spoil_gradient: r"grad_norm is (inf|nan) at step 12\.",
+    exploded: r"loss is 1e\+06, but the median of the last 11 is [\d.]+, at step 12\.",
 }
 
 
@@ -52,13 +51,3 @@ def test_the_rule_for_an_explosion():
     assert watch.trouble_in({"loss": 13.0}) is None  # below what the run began with
     assert watch.trouble_in({"loss": 14.1}) is not None
     assert watch.trouble_in({"loss": math.inf}) == "loss is inf"
-
-
-def test_the_place_is_looked_for_by_all_ranks_together(tmp_path, monkeypatch):
-    """Finding it communicates, and what may fail on one rank alone must not."""
-    calls = []
-    monkeypatch.setattr(loop, "raise_on_all_ranks", lambda make: calls.append("apart") or make())
-    monkeypatch.setattr(loop, "_worst_place", lambda optimizer: calls.append("together"))
-    with pytest.raises(UserError):
-        trained(tmp_path, {3: not_a_number})
-    assert calls == ["together", "apart"]

@@ -80,12 +80,12 @@ class LearnedAssignment:
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Router, and affinities where the assignment is learned."""
-        config, first = self.config, self.masking.first_layer
+        config = self.config
         learned = {"router": (self.router_LED, config.router_rate)}
         if config.learn_assignment:
             learned["affinity"] = (self.affinity_LNE, config.lr)
         return [
-            {"params": [(self.prefix + name, parameter)], "lr": rate, "first_layer": first}
+            {"params": [(self.prefix + name, parameter)], "lr": rate}
             for name, (parameter, rate) in learned.items()
         ]
 

@@ -33,8 +33,7 @@ ParameterGroup = dict[str, Any]
 """A parameter group of torch's optimizers: `params`, pairs of name and parameter, and peak `lr`.
 
 Checkpoints use the same names. Either all parameters are plain tensors, equal on all ranks, or
-DTensors, of which a rank may hold no part. If their first dimension counts layers, `first_layer`
-is the number of its first layer."""
+DTensors, of which a rank may hold no part."""
 
 _watch: ContextVar[Callable[[str], AbstractContextManager[Any]]]
 _watch = ContextVar("watch of named ranges", default=torch.profiler.record_function)
@@ -122,8 +121,7 @@ def train(
             trouble = watch.trouble_in(metrics)
             # Ranks whose metrics differ in the last bit must still decide alike.
             if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
-                place = _worst_place(optimizer)  # all ranks together
-                what = f"{trouble or 'a loss is bad'} at step {step + 1}; {place}."
+                what = f"{trouble or 'a loss is bad'} at step {step + 1}."
                 raise_on_all_ranks(partial(_stop, what, checkpoints))
             update(optimizer, schedule.max_grad_norm, norm, rate)
             watch.accept(metrics["loss"])
@@ -187,26 +185,6 @@ class LossWatch:
         """Remember the loss of a step that was applied."""
         self.recent = [*self.recent, loss][-64:]
         self.largest = max(self.largest, loss)
-
-
-def _worst_place(optimizer: torch.optim.Optimizer) -> str:
-    """The backward pass's first gradient that is not finite, or else the largest, in words."""
-    places: list[tuple[str, int, float]] = []
-    for group in optimizer.param_groups:
-        first = group.get("first_layer")
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            if parameter.grad is not None:
-                squares = parameter.grad.double().square()
-                sums = full_tensor(squares.sum() if first is None else squares.flatten(1).sum(1))
-                for layer, size in enumerate(sums.view(-1).tolist(), first or 0):
-                    where = name if first is None else f"{name}, layer {layer}"
-                    places.append((where, layer, size))
-    places.reverse()
-    if bad := [place for place in places if not math.isfinite(place[2])]:
-        where, _, _ = max(bad, key=lambda place: place[1])
-        return f"the first gradient that is not finite is that of {where}"
-    where, _, _ = max(places, key=lambda place: place[2])
-    return f"the largest gradient is that of {where}"
 
 
 def _stop(what: str, checkpoints: Checkpoints) -> None:
