@@ -1,8 +1,8 @@
 """Files of a training stage in its folder: checkpoints, and the metrics of each step.
 
 A checkpoint is written atomically and verified before it is read. It is a folder `step_00000100`
-with the files of `torch.distributed.checkpoint`, and `manifest.json` with their checksums and plain
-values. Every rank must see the same folder.
+with the files of `torch.distributed.checkpoint`, and `manifest.json` with their checksums. Every
+rank must see the same folder.
 """
 
 import errno
@@ -82,14 +82,12 @@ class Checkpoints:
         if writing is not None:
             writing.result()
 
-    def save(
-        self, step: int, tensors: dict[str, Tensor], values: dict[str, Any], *, wait: bool = True
-    ) -> None:
+    def save(self, step: int, tensors: dict[str, Tensor], *, wait: bool = True) -> None:
         """Write a checkpoint atomically, after the one under way. All ranks must call it.
 
-        All but the newest are deleted first, so that the disk never holds three. Plain tensors and
-        values are equal on all ranks; each rank writes its part of a DTensor. If this fails
-        (`OSError`: the disk is full), nothing is left of it, and the newest stays.
+        All but the newest are deleted first, so that the disk never holds three. Plain tensors
+        are equal on all ranks; each rank writes its part of a DTensor. If this fails (`OSError`:
+        the disk is full), nothing is left of it, and the newest stays.
 
         With `wait` False it is written in the background, from a copy in host memory, unless the
         copies of this machine's ranks would take over a quarter of that; `finish` raises its error.
@@ -98,12 +96,12 @@ class Checkpoints:
         copied = sum(local_part(tensor).nbytes for tensor in tensors.values())
         copied *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if wait or self._thread is None or copied > memory_of(torch.device("cpu")) / 4:
-            self._write(step, tensors, values)
+            self._write(step, tensors)
         else:
             copies: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
-            self._writing = self._thread.submit(self._write, step, copies, values)
+            self._writing = self._thread.submit(self._write, step, copies)
 
-    def _write(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def _write(self, step: int, tensors: dict[str, Tensor]) -> None:
         with ExitStack() as writing:
 
             def begin() -> Path:
@@ -122,19 +120,19 @@ class Checkpoints:
 
             def complete() -> None:
                 files = checksums(partial, [file.name for file in partial.iterdir()])
-                write_text(partial / _MANIFEST, with_checksum({"files": files, "values": values}))
+                write_text(partial / _MANIFEST, with_checksum({"files": files}))
                 writing.close()
 
             broadcast_from_rank_zero(complete, self._group)
 
-    def load(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
-        """Fill tensors in place from the newest whole checkpoint, and return its plain values.
+    def load(self, tensors: dict[str, Tensor]) -> int:
+        """Fill tensors in place from the newest whole checkpoint, and return its number of steps.
 
-        All ranks must call it; their number may have changed. Returns None if there is no
-        checkpoint. Raises a `UserError` if all are damaged, or hold other tensors.
+        All ranks must call it; their number may have changed. Returns 0 if there is no checkpoint.
+        Raises a `UserError` if all are damaged, or hold other tensors.
         """
         if (newest := broadcast_from_rank_zero(self.newest)) is None:
-            return None
+            return 0
         try:
             with torch.no_grad():
                 load(dict(tensors), storage_reader=FileSystemReader(newest))
@@ -143,8 +141,7 @@ class Checkpoints:
                 f"{newest} does not fit this run: {one_line(_cause_of(error))}. Delete "
                 f"{self.folder} to start the stage again."
             ) from error
-        values: dict[str, Any] = read_with_checksum(newest / _MANIFEST)["values"]
-        return values
+        return int(newest.name.removeprefix("step_"))
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint; newer damaged ones are deleted and their steps repeated."""

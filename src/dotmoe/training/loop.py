@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from types import FrameType
 from typing import Any, Protocol
 
@@ -39,7 +37,6 @@ _watch: ContextVar[Callable[[str], AbstractContextManager[Any]]]
 _watch = ContextVar("watch of named ranges", default=torch.profiler.record_function)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CHECKPOINT_SECONDS = 1800
-_MAX_LOSS_RATIO = 10.0
 
 
 @contextmanager
@@ -100,15 +97,11 @@ def train(
     a fixed CPU thread count, a killed and resumed run ends bit-identical to an uninterrupted one.
 
     Raises:
-        UserError: Every checkpoint is damaged, or a loss or gradient is not finite or explodes.
+        UserError: Every checkpoint is damaged, or a loss or gradient is not finite.
         Interrupted: SIGTERM or SIGINT was received; the step that was running has been saved.
     """
-    schedule, optimizer, watch = task.schedule, adamw(task), LossWatch()
-    checkpoints = Checkpoints(folder)
-    first_step, last_save = 0, time.monotonic()
-    if saved := checkpoints.load(_tensors(task, optimizer)):
-        first_step = saved["step"]
-        watch = LossWatch(**saved["losses"])
+    schedule, optimizer, checkpoints = task.schedule, adamw(task), Checkpoints(folder)
+    first_step, last_save = checkpoints.load(_tensors(task, optimizer)), time.monotonic()
     with metrics_log(folder, first_step) as log, stop_requests() as signals, checkpoints.thread():
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
@@ -118,13 +111,10 @@ def train(
             )
             norm = global_norm(optimizer)
             metrics |= {"grad_norm": float(norm), "lr_factor": rate}
-            trouble = watch.trouble_in(metrics)
-            # Ranks whose metrics differ in the last bit must still decide alike.
-            if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
-                what = f"{trouble or 'a loss is bad'} at step {step + 1}."
+            if bad := [f"{name} is {x}" for name, x in metrics.items() if not math.isfinite(x)]:
+                what = f"{bad[0]} at step {step + 1}."
                 raise_on_all_ranks(partial(_stop, what, checkpoints))
             update(optimizer, schedule.max_grad_norm, norm, rate)
-            watch.accept(metrics["loss"])
             metrics["seconds"] = time.perf_counter() - started
             log(step + 1, metrics)
             on_step(step + 1, metrics)
@@ -137,8 +127,7 @@ def train(
                 checkpoints.finish()
             is_last = any(stops) or step + 1 == schedule.steps
             if is_last or save:
-                values = {"step": step + 1, "losses": asdict(watch)}
-                checkpoints.save(step + 1, _tensors(task, optimizer), values, wait=is_last)
+                checkpoints.save(step + 1, _tensors(task, optimizer), wait=is_last)
                 last_save = time.monotonic()
             for number, num_ranks_stopped in zip(_SIGNALS, stops, strict=True):
                 if num_ranks_stopped:
@@ -154,37 +143,6 @@ def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for moment, tensor in optimizer.state[parameter].items():
             tensors[f"{moment}.{name}"] = tensor
     return tensors
-
-
-@dataclass
-class LossWatch:
-    """Checks the metrics of each step against those of earlier steps; holds only plain values.
-
-    A loss explodes if it is above every loss accepted so far and above ten times the median of the
-    last 64; the first 8 need only be finite. The first condition keeps the ordinary spikes of a
-    loss near 0 from counting, and single spikes hardly move a median.
-    """
-
-    recent: list[float] = field(default_factory=list)
-    largest: float = -math.inf
-
-    def trouble_in(self, metrics: Metrics) -> str | None:
-        """Description of what is wrong with a step's metrics; None if nothing is."""
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                return f"{name} is {value}"
-        loss, count = metrics["loss"], len(self.recent)
-        if count < 8 or loss <= self.largest:
-            return None
-        usual = median(self.recent)
-        if loss - usual <= (_MAX_LOSS_RATIO - 1) * abs(usual):
-            return None
-        return f"loss is {loss:.4g}, but the median of the last {count} is {usual:.4g},"
-
-    def accept(self, loss: float) -> None:
-        """Remember the loss of a step that was applied."""
-        self.recent = [*self.recent, loss][-64:]
-        self.largest = max(self.largest, loss)
 
 
 def _stop(what: str, checkpoints: Checkpoints) -> None:
