@@ -271,7 +271,6 @@ def random_state(subject: Subject, seed: int) -> AlignState:
     return AlignState(
         affinity_LNE=affinity.mul_(AFFINITY_STD),
         router_LED=router.mul_(ROUTER_LOGIT_STD / shape.width**0.5),
-        step=0,
     )
 
 

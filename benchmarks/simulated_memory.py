@@ -326,7 +326,6 @@ def _alignment(step: Step, ranks: Any) -> Alignment:
     state = AlignState(
         affinity_LNE=torch.zeros(widths.layers, widths.ffn, split.columns, device=GPU),
         router_LED=torch.zeros(widths.layers, split.num_experts, widths.model, device=GPU),
-        step=0,
     )
     how = AlignConfig(batch_size=step.batch_size, micro_batch_size=step.micro_batch_size)
     blocks: Any = Tokens(step.seq_len)

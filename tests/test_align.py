@@ -38,7 +38,6 @@ def random_state(dense, columns=E):
     return AlignState(
         affinity_LNE=torch.randn(widths.layers, widths.ffn, columns, generator=generator),
         router_LED=0.2 * torch.randn(widths.layers, E, widths.model, generator=generator),
-        step=0,
     )
 
 

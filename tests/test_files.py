@@ -35,9 +35,7 @@ from dotmoe.method.layout import AlignState, save_states
 @pytest.mark.parametrize(
     "save",
     [
-        lambda bad, path: save_states(
-            (AlignState(affinity_LNE=bad, router_LED=bad, step=0),), path
-        ),
+        lambda bad, path: save_states((AlignState(affinity_LNE=bad, router_LED=bad),), path),
         lambda bad, path: save_tensors({"whole": torch.arange(3), "affinity": bad}, path / "s"),
         lambda bad, path: write_checkpoint([TensorSpec.of("affinity", bad, bad.dtype)], path, 99),
         lambda bad, path: write_gguf(

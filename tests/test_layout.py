@@ -26,7 +26,7 @@ def test_a_damaged_file_is_refused_in_one_line(damage, tmp_path):
         file.write_bytes(file.read_bytes()[:-40])
     if damage == "foreign":
         state = {"affinity_LNE": torch.zeros(1, 4, 2), "router_LED": torch.zeros(1, 2, 3)}
-        save_states((AlignState(**state, step=0),), tmp_path)
+        save_states((AlignState(**state),), tmp_path)
         (tmp_path / STATE).rename(file)
     with pytest.raises(UserError, match="layout") as error:
         ExpertLayout.load(file)
@@ -58,7 +58,7 @@ def test_extraction_centres_routers_and_keeps_the_routing():
     generator = torch.Generator().manual_seed(0)
     affinity = torch.randn(2, 12, 4, generator=generator)
     router = torch.randn(2, 4, 8, generator=generator) + 3
-    state = AlignState(affinity_LNE=affinity, router_LED=router, step=5)
+    state = AlignState(affinity_LNE=affinity, router_LED=router)
     split = Granularity(num_experts=4, expert_size=3, active_experts=2)
     extracted = extract(state, split, AssignmentConfig())
     assert float(extracted.router_LED.mean(dim=1).abs().max()) < 1e-6

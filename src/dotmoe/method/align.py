@@ -149,7 +149,7 @@ class LearnedAssignment:
             f"{self.prefix}assignment": self.masking.expert_of_neuron_LN,
         }
 
-    def learned(self, steps: int) -> AlignState:
+    def learned(self) -> AlignState:
         """The current state; leading dense layers as at the start. Every rank must call it."""
         initial, first = self.initial, self.masking.first_layer
         affinity_LNE = full_tensor(self.affinity_LNE.detach())
@@ -158,7 +158,6 @@ class LearnedAssignment:
             initial,
             affinity_LNE=torch.cat([initial.affinity_LNE[:first], affinity_LNE]),
             router_LED=torch.cat([initial.router_LED[:first], router_LED]),
-            step=steps,
         )
 
     def _divided(self, part: Tensor) -> Tensor:
@@ -215,8 +214,8 @@ class Alignment(Objective):
         return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
     def learned(self) -> States:
-        """The current states, recorded as those of the last step. Every rank must call it."""
-        return tuple(part.learned(self.schedule.steps) for part in self.parts)
+        """The current states. Every rank must call it."""
+        return tuple(part.learned() for part in self.parts)
 
 
 def align(

@@ -79,7 +79,7 @@ def calibrate(
     if num_ranks() > 1:
         torch.distributed.broadcast(affinity_LNE, src=0)
         torch.distributed.broadcast(router_LED, src=0)
-    return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0, target=split.target)
+    return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, target=split.target)
 
 
 @torch.no_grad()

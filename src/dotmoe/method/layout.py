@@ -3,15 +3,13 @@
 Every method ends in an `ExpertLayout`, which is all that export, evaluation and report know of it.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dotmoe.common.errors import UserError, one_line
@@ -151,37 +149,30 @@ def save_layouts(layouts: Layouts, folder: Path) -> None:
 
 def load_layouts(folder: Path, name: str = LAYOUT) -> Layouts:
     """Read what `save_layouts` wrote; a `UserError` if it is missing, truncated or no layout."""
-    with _opened(folder / name, "layout", "Extract again.") as (file, metadata, targets):
-        return tuple(
-            ExpertLayout(
-                expert_of_neuron_LN=file.get_tensor(in_file(name, "expert_of_neuron")).long(),
-                router_LED=file.get_tensor(in_file(name, "router")),
-                active_experts=int(metadata[in_file(name, "active_experts")]),
-                target=name,
+    try:
+        with safe_open(folder / name, framework="pt") as file:
+            metadata = file.metadata() or {}
+            layouts = tuple(
+                ExpertLayout(
+                    expert_of_neuron_LN=file.get_tensor(in_file(each, "expert_of_neuron")).long(),
+                    router_LED=file.get_tensor(in_file(each, "router")),
+                    active_experts=int(metadata[in_file(each, "active_experts")]),
+                    target=each,
+                )
+                for each in TARGETS
+                if in_file(each, "active_experts") in metadata
             )
-            for name in targets
-        )
+        if not layouts:
+            raise ValueError("it names no experts")
+    except (OSError, ValueError, SafetensorError) as error:
+        what = f"{folder / name} is not a valid layout ({one_line(error)})"
+        raise UserError(f"{what}. Extract again.") from error
+    return layouts
 
 
 def in_file(target: str, name: str) -> str:
     """Name of a target's tensor or value in the files of a run; for FFNs it has no prefix."""
     return name if target == "ffn" else f"{target}.{name}"
-
-
-@contextmanager
-def _opened(
-    path: Path, what: str, remedy: str, device: str = "cpu"
-) -> Iterator[tuple[Any, dict[str, str], Sequence[str]]]:
-    """Open a run's file; yield it, its metadata and its targets. A `UserError` if it is invalid."""
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            names = set(file.keys())
-            targets = [target for target in TARGETS if in_file(target, "router") in names]
-            if not targets:
-                raise KeyError("no router")
-            yield file, file.metadata() or {}, targets
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{path} is not a valid {what} ({one_line(error)}). {remedy}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,8 +184,6 @@ class AlignState:
     a shared expert, the last column is the score for it."""
     router_LED: Float[Tensor, "L E D"]
     """Router rows."""
-    step: int
-    """Optimizer steps taken; 0 for an initial state."""
     target: str = "ffn"
     """What is split, a name of `TARGETS`."""
 
@@ -209,23 +198,21 @@ def save_states(states: States, folder: Path) -> None:
     for each in states:
         tensors[in_file(each.target, "affinity")] = each.affinity_LNE
         tensors[in_file(each.target, "router")] = each.router_LED
-    save_tensors(tensors, folder / STATE, format="dotmoe-state-1", step=str(states[0].step))
+    save_tensors(tensors, folder / STATE, format="dotmoe-state-1")
 
 
 def load_states(folder: Path, device: torch.device) -> States:
-    """Read what `save_states` wrote; a `UserError` if it is missing, truncated or no state."""
-    remedy = "Delete its folder to run the stage again."
-    with _opened(folder / STATE, "alignment state", remedy, str(device)) as opened:
-        file, metadata, targets = opened
-        return tuple(
-            AlignState(
-                affinity_LNE=file.get_tensor(in_file(name, "affinity")),
-                router_LED=file.get_tensor(in_file(name, "router")),
-                step=int(metadata["step"]),
-                target=name,
-            )
-            for name in targets
+    """Read what `save_states` wrote; the run folder has verified the file."""
+    tensors = load_file(folder / STATE, str(device))
+    return tuple(
+        AlignState(
+            affinity_LNE=tensors[in_file(target, "affinity")],
+            router_LED=tensors[in_file(target, "router")],
+            target=target,
         )
+        for target in TARGETS
+        if in_file(target, "router") in tensors
+    )
 
 
 def assignment_plan(

@@ -118,7 +118,8 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 states = _align(run, dense, splits, _calibrate(run, dense, splits))
             extracted = _extract(run, dense, splits, states)
             layouts = tuple(each.layout for each in extracted)
-            metrics: dict[str, Any] = {"steps": 0 if states is None else states[0].step}
+            steps = config.align.schedule(run.text.training.num_blocks).steps
+            metrics: dict[str, Any] = {"steps": steps}
             if dense.weights == "shards":
                 dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
             if config.repair:

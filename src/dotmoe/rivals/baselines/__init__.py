@@ -203,6 +203,5 @@ def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
     return AlignState(
         affinity_LNE=torch.nn.functional.one_hot(expert_LN, split.columns).float().to(device),
         router_LED=layout.router_LED.to(device),
-        step=0,
         target=split.target,
     )
