@@ -145,8 +145,10 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
         # Slots with too many proposals keep the best; only these slots are processed.
         size_S = torch.bincount(slot_R, minlength=len(capacity_S))
         crowded_S = size_S > capacity_S
-        rows = crowded_S[slot_R].nonzero().squeeze(-1)  # in row order, kept by the stable sorts
-        rows = rows[_best_first(slot_R[rows], score_R[rows])]
+        # In row order, which the stable sorts keep; then by falling score, and by slot.
+        rows = crowded_S[slot_R].nonzero().squeeze(-1)
+        rows = rows[score_R[rows].argsort(descending=True, stable=True)]
+        rows = rows[slot_R[rows].argsort(stable=True)]
         size_S = torch.where(crowded_S, size_S, 0)
         slots = slot_R[rows]
         place = torch.arange(len(rows), device=rows.device) - (size_S.cumsum(0) - size_S)[slots]
@@ -166,14 +168,3 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
         scores.masked_fill_((scores < worst_score) | lost, -torch.inf)
         score_R[free], expert = scores.max(dim=-1)
         slot_R[free] = layer * num_experts + expert
-
-
-def _best_first(slot: Int[Tensor, " F"], score: Float[Tensor, " F"]) -> Int[Tensor, " F"]:
-    """Stable order by slot, then by falling score."""
-    if score.dtype == torch.float64:
-        order = torch.argsort(score, descending=True, stable=True)
-        return order[torch.argsort(slot[order], stable=True)]
-    # One sort: as integers, the bits of a float rise with its value; if it is negative, they fall.
-    bits = (score.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: they are equal
-    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return torch.argsort((slot << 32) - rising, stable=True)
