@@ -99,7 +99,7 @@ def pruning_errors(dense: DenseModel, tokens_BT: Tensor, share: float) -> Float[
             stream.advance(index)
         with whole_weights(dense, index):
             ffn, x_TD = dense.family.ffn(layer), torch.cat([x.flatten(0, -2) for x in inputs])
-            hidden_TN, down_DN = activations(ffn, x_TD), ffn.down.weight.float()
+            hidden_TN, down_DN = ffn.hidden(x_TD).float(), ffn.down.weight.float()
             energy_N = (hidden_TN.square().mean(0) * down_DN.square().sum(0)).cpu()
             norm = dense.family.norm_after(layer, TARGETS["ffn"])
             added_TD = norm(F.linear(hidden_TN, down_DN))
@@ -171,18 +171,13 @@ def _energy(
     return torch.cat(energies).clamp_min_(0)
 
 
-def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
-    """H of eq:ffn_intermediate, in float32, for FFN inputs in the model's dtype."""
-    return ffn.hidden(x_TD).float()
-
-
 def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
     """Size of each neuron's term in the FFN output: |H[t, n]| * ||W_down[:, n]||, float32."""
     norm_N: Tensor = ffn.down.weight.float().norm(dim=0)
     size_TN = norm_N.new_empty(len(x_TD), len(norm_N))
     for first in range(0, len(x_TD), TOKENS_AT_ONCE):
         here = slice(first, first + TOKENS_AT_ONCE)
-        torch.mul(activations(ffn, x_TD[here]).abs(), norm_N, out=size_TN[here])
+        torch.mul(ffn.hidden(x_TD[here]).float().abs(), norm_N, out=size_TN[here])
     return size_TN
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.common.errors import require_package
-from dotmoe.method.calibrate import activations, block_inputs, harden
+from dotmoe.method.calibrate import block_inputs, harden
 from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, readout_of
@@ -39,7 +39,7 @@ class Layer:
 
     def hidden(self) -> Float[Tensor, "T N"]:
         """FFN activations H of the inputs `x_TD` (eq:ffn_intermediate), float32."""
-        return activations(self.ffn, self.x_TD.to(self.ffn.down.weight.dtype))
+        return self.ffn.hidden(self.x_TD.to(self.ffn.down.weight.dtype)).float()
 
 
 class LayerSplit(NamedTuple):
