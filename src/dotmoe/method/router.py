@@ -47,7 +47,7 @@ class Routing:
             # Computed even if not collected: a recomputed layer must repeat the same operations.
             losses = {name: loss(logits_TE, routed[0]) for name, loss in ROUTER_LOSSES.items()}
             if (collected := _COLLECTED.get()) is not None:
-                collected.append((id(self), losses))
+                collected.setdefault(id(self), []).append(losses)
         return routed
 
 
@@ -58,15 +58,12 @@ def router_losses() -> Iterator[Callable[[], dict[str, Tensor]]]:
     Yields a function that gives them by the names of `ROUTER_LOSSES`: means over the layers that
     share a `Routing`, summed over these. Layers that are recomputed later are not collected.
     """
-    collected: list[tuple[int, dict[str, Tensor]]] = []
+    collected: _Collected = {}
 
     def totals() -> dict[str, Tensor]:
-        of_routing: dict[int, list[dict[str, Tensor]]] = {}
-        for routing, losses in collected:
-            of_routing.setdefault(routing, []).append(losses)
         return {
             name: torch.stack(
-                [torch.stack([each[name] for each in of]).mean() for of in of_routing.values()]
+                [torch.stack([each[name] for each in of]).mean() for of in collected.values()]
             ).sum()
             for name in ROUTER_LOSSES
         }
@@ -93,9 +90,7 @@ def is_dense() -> bool:
     return _IS_DENSE.get()
 
 
-def z_loss(
-    logits_TE: Float[Tensor, "T E"], mask_TE: Float[Tensor, "T E"] | None = None
-) -> Float[Tensor, ""]:
+def z_loss(logits_TE: Float[Tensor, "T E"]) -> Float[Tensor, ""]:
     """Mean over tokens of logsumexp(L)^2 (eq:z_loss); keeps router logits small."""
     return torch.logsumexp(logits_TE, dim=1).square().mean()
 
@@ -115,12 +110,13 @@ def balance_loss(
 
 
 ROUTER_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "z": z_loss,
+    "z": lambda logits_TE, mask_TE: z_loss(logits_TE),
     "balance": balance_loss,
 }
 """Losses of one layer's router, functions of its logits and mask, by name."""
-_COLLECTED: ContextVar[list[tuple[int, dict[str, Tensor]]] | None]
-_COLLECTED = ContextVar("collected router losses", default=None)
+_Collected = dict[int, list[dict[str, Tensor]]]
+"""Losses of each call, by the identity of its `Routing`."""
+_COLLECTED: ContextVar[_Collected | None] = ContextVar("collected router losses", default=None)
 _IS_DENSE = ContextVar("split layers are dense", default=False)
 
 
