@@ -1,5 +1,6 @@
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import ot
@@ -162,17 +163,13 @@ def test_sharp_plans_stay_far_from_denormals():
         (torch.zeros(4, 2), {"capacity": torch.tensor([4, 0])}, "do not fill"),
         (torch.full((4, 2), torch.inf), {}, "infinity"),
         (torch.tensor([[0.0, torch.nan]] * 4), {}, "NaN"),
-        (torch.zeros(4, 2), {"tau": -1.0}, "tau is -1.0"),
-        (torch.zeros(4, 2, dtype=torch.float16), {"tau": 0.1}, "float16"),
     ],
 )
 def test_impossible_problems_are_refused(bad, options, message):
-    for solver in (balanced_plan, sinkhorn):
+    solvers = (partial(balanced_plan, tau=0.1), partial(sinkhorn, tau=0.1), greedy_assignment)
+    for solver in solvers:
         with pytest.raises(ValueError, match=message):
-            solver(bad, **{"capacity": 2, "tau": 0.1, **options})
-    if "tau" not in options:
-        with pytest.raises(ValueError, match=message):
-            greedy_assignment(bad, **{"capacity": 2, **options})
+            solver(bad, **{"capacity": 2, **options})
 
 
 @pytest.mark.gpu

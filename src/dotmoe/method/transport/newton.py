@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dotmoe.common.distributed import in_float32
-from dotmoe.method.transport.plan import Capacity, TransportPlan, checked_problem
+from dotmoe.method.transport.plan import Capacity, TransportPlan, checked_capacity
 
 STAGE_TOLERANCE = 0.25
 """Column error, in neurons, at which a stage above the final temperature ends. It is below 1, as a
@@ -50,7 +50,8 @@ def balanced_plan(
         F(v) = sum_e s_e v_e - sum_n logsumexp_e(A_ne / tau + v_e)
 
     Args:
-        affinity: Score A of neuron n for expert e, larger is closer. Leading indices: problems.
+        affinity: Score A of neuron n for expert e, larger is closer; float32 or float64. Leading
+            indices: problems.
         capacity: Number of neurons of every expert (s), or one number per expert.
         tau: Temperature > 0, in units of affinity. Small is sharp.
         start: `potential` of a plan for nearby affinities: saves passes; a bad one does no harm.
@@ -61,14 +62,14 @@ def balanced_plan(
         `tolerance` only if rounding or `MAX_PASSES` stopped the solver. It is never NaN.
 
     Raises:
-        ValueError: See `checked_problem`.
+        ValueError: See `checked_capacity`.
 
     Example:
         >>> balanced_plan(torch.tensor([[9.0, 0], [9, 0]]), capacity=1, tau=1.0).plan
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
-    capacity_E = checked_problem(affinity, capacity, tau)
+    capacity_E = checked_capacity(affinity, capacity)
     *leading, num_neurons, num_experts = affinity.shape
     affinity_LNE = affinity.reshape(-1, num_neurons, num_experts)
     plan_LNE = torch.empty_like(affinity_LNE, memory_format=torch.contiguous_format).detach()

@@ -45,17 +45,6 @@ def checked_capacity(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int
     return capacity_E
 
 
-def checked_problem(
-    affinity: Float[Tensor, "*L N E"], capacity: Capacity, tau: float
-) -> Int[Tensor, " E"]:
-    """`checked_capacity`, which also requires float32 or float64 affinities and a positive tau."""
-    if not tau > 0:
-        raise ValueError(f"tau is {tau}, but a temperature must be above 0.")
-    if affinity.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"affinity is {affinity.dtype}; transport needs float32 or float64.")
-    return checked_capacity(affinity, capacity)
-
-
 def sinkhorn(
     affinity: Float[Tensor, "*L N E"], *, capacity: Capacity, tau: float, num_sweeps: int = 50
 ) -> TransportPlan:
@@ -82,7 +71,7 @@ def sinkhorn(
         >>> sinkhorn(torch.zeros(4, 2), capacity=2, tau=0.1, num_sweeps=1).plan.sum(dim=0)
         tensor([2., 2.])
     """
-    capacity_E = checked_problem(affinity, capacity, tau)
+    capacity_E = checked_capacity(affinity, capacity)
 
     def swept(affinity_1NE: Tensor) -> tuple[Tensor, Tensor]:
         logits_1NE = affinity_1NE / tau
