@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,8 @@ def metrics_log(folder: Path, steps_taken: int) -> Iterator[OnStep]:
         return
     path = folder / "metrics.jsonl"
     path.touch()
-    with path.open("rb") as lines:
-        kept = sum(map(len, takewhile(lambda line: _is_of(line, steps_taken), lines)))
+    with path.open("rb") as lines:  # one for each step
+        kept = sum(map(len, islice(lines, steps_taken)))
     os.truncate(path, kept)  # needs no disk space, so a full disk loses nothing
     with path.open("a", encoding="utf-8") as file:
 
@@ -197,11 +197,3 @@ def metrics_log(folder: Path, steps_taken: int) -> Iterator[OnStep]:
             file.flush()
 
         yield log
-
-
-def _is_of(line: bytes, steps_taken: int) -> bool:
-    """Whether a line is complete and belongs to the first `steps_taken` steps."""
-    try:
-        return line.endswith(b"\n") and bool(json.loads(line)["step"] <= steps_taken)
-    except (ValueError, KeyError):
-        return False
