@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -54,14 +54,10 @@ def in_float32() -> Iterator[None]:
 
     A user or a library may have allowed these for the whole process. Also decorates functions.
     """
-    before = [backend.fp32_precision for backend in _MATMUL]
-    with ExitStack() as changed:
+    with _products("highest"), ExitStack() as changed:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 changed.enter_context(torch.autocast(device, enabled=False))
-        if any(precision not in ("none", "ieee") for precision in before):
-            changed.callback(_set_precision, before, _legacy_precision())
-            torch.set_float32_matmul_precision("highest")
         yield
 
 
@@ -82,26 +78,24 @@ def in_fast_products() -> Iterator[None]:
     To TF32 on GPUs, to bfloat16 on CPUs that multiply it in hardware: cuBLAS and oneDNN know where.
     Sums stay float32, and so does what runs within `in_float32`. Also decorates functions.
     """
-    before, legacy = [backend.fp32_precision for backend in _MATMUL], _legacy_precision()
-    torch.set_float32_matmul_precision("medium")
+    with _products("medium"):
+        yield
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    """Within this context, torch has this precision of float32 products, by both of its names."""
+    before, name = [backend.fp32_precision for backend in _MATMUL], ""
+    with suppress(RuntimeError):  # torch does not tell once `fp32_precision` of a backend was set
+        name = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        _set_precision(before, legacy)
-
-
-def _legacy_precision() -> str | None:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch does not tell once `fp32_precision` of a backend was set
-        return None
-
-
-def _set_precision(of_backends: list[str], legacy: str | None) -> None:
-    if legacy is not None:
-        torch.set_float32_matmul_precision(legacy)
-    for backend, precision in zip(_MATMUL, of_backends, strict=True):
-        backend.fp32_precision = precision
+        if name:
+            torch.set_float32_matmul_precision(name)
+        for backend, own in zip(_MATMUL, before, strict=True):
+            backend.fp32_precision = own
 
 
 def memory_of(device: torch.device) -> int:
