@@ -28,8 +28,6 @@ NARROW_LOGITS = 20.0
 """|A| / tau + |v| up to which exponentials can neither overflow nor make a whole row 0."""
 WIDE_LOGITS = 512.0
 """|A| / tau + |v| above which float32 would round logits too much, so that float64 is used."""
-REFINEMENTS = 4
-"""Maximum number of solves with the matrix of a nearby plan before the plan's own is formed."""
 CACHED_ELEMENTS = 2**17
 """Elements of a block on the CPU: half a MiB in float32, so that a few blocks share a cache."""
 
@@ -77,15 +75,14 @@ def balanced_plan(
     if start is not None:
         potential_LE.copy_(start.detach().reshape(potential_LE.shape))
     error_L = torch.zeros_like(potential_LE[:, 0])
-    factors, num_passes = [], 0
+    num_passes = 0
     with torch.no_grad():
         for layer, layer_affinity in enumerate(affinity_LNE.detach()):
             problem = _SemiDual(layer_affinity, plan_LNE[layer], capacity_E, tau)
             potential_LE[layer], error_L[layer] = problem.solve(potential_LE[layer], tolerance)
-            factors.append(problem.factor_EE)
             num_passes = max(num_passes, problem.num_passes)
     attached: Tensor = _ImplicitPlan.apply(  # type: ignore[no-untyped-call]
-        affinity_LNE, plan_LNE, tau, factors
+        affinity_LNE, plan_LNE, tau
     )
     return TransportPlan(
         plan=attached.reshape(affinity.shape),
@@ -273,15 +270,13 @@ def solved(factor_EE: Float[Tensor, "E E"], right_E: Float[Tensor, " E"]) -> Flo
 
 
 class _ImplicitPlan(torch.autograd.Function):
-    """`apply(A, M, tau, factors)`: the plans M [L, N, E] as differentiable functions of A.
+    """`apply(A, M, tau)`: the plans M [L, N, E] as differentiable functions of A.
 
     Differentiating softmax rows and column constraints of eq:entropic_ot at the solution M, with
     G = dL/dM, r = (M*G) 1 and c = (M*G)^T 1 (* is elementwise), gives
 
         (diag(M^T 1) - M^T M) b = c - M^T r,    a = r - M b
         dL/dA = (M*G - M*(a 1^T + 1 b^T)) / tau
-
-    `factors` holds for each layer `factored` of a plan near M, to save forming it again, or None.
 
     Gradient:
         First derivatives, exact up to the marginal error of the plan. Finite for every plan:
@@ -290,28 +285,24 @@ class _ImplicitPlan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, affinity_LNE: Tensor, plan_LNE: Tensor, tau: float, factors: list[Any]
-    ) -> Tensor:
-        ctx.tau, ctx.factors = tau, factors
+    def forward(ctx: Any, affinity_LNE: Tensor, plan_LNE: Tensor, tau: float) -> Tensor:
+        ctx.tau = tau
         output_LNE = plan_LNE.detach()
         ctx.save_for_backward(output_LNE)
         return output_LNE
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (plan_LNE,) = ctx.saved_tensors
         flow_LNE = torch.empty_like(plan_LNE)
-        layers = zip(flow_LNE, plan_LNE, grad_outputs[0], ctx.factors, strict=True)
-        for flow, plan, grad, factor in layers:
-            _write_gradient(flow, plan, grad, ctx.tau, factor)
-        return flow_LNE, None, None, None
+        for flow, plan, grad in zip(flow_LNE, plan_LNE, grad_outputs[0], strict=True):
+            _write_gradient(flow, plan, grad, ctx.tau)
+        return flow_LNE, None, None
 
 
-def _write_gradient(
-    flow_NE: Tensor, plan_NE: Tensor, grad_NE: Tensor, tau: float, factor_EE: Tensor | None
-) -> None:
+@in_float32()
+def _write_gradient(flow_NE: Tensor, plan_NE: Tensor, grad_NE: Tensor, tau: float) -> None:
     """Write dL/dA of one layer to `flow_NE`."""
     net_E = torch.zeros(plan_NE.shape[1], dtype=torch.float64, device=plan_NE.device)
     for rows in row_blocks(plan_NE):
@@ -321,27 +312,7 @@ def _write_gradient(
         flow *= 1.0 / tau
         flow *= plan
         net_E += flow.sum(dim=0)
-    small = 64 * torch.finfo(plan_NE.dtype).eps * float(net_E.abs().max())
-    for _ in range(REFINEMENTS):
-        if factor_EE is None:
-            break
-        left_E = _balanced_columns(flow_NE, plan_NE, solved(factor_EE, net_E))
-        before, after = float(net_E.abs().max()), float(left_E.abs().max())
-        if after <= small:
-            return
-        net_E = left_E
-        if after >= 0.1 * before:
-            break
-    _balanced_columns(flow_NE, plan_NE, solved(factored(plan_NE), net_E))
-
-
-@in_float32()
-def _balanced_columns(flow_NE: Tensor, plan_NE: Tensor, potential_E: Tensor) -> Tensor:
-    """Subtract M*(1 b^T - (M b) 1^T) from a flow in place; return its column sums after that."""
-    left_E = torch.zeros_like(potential_E)
-    potential = potential_E.to(plan_NE.dtype)
-    for rows in row_blocks(plan_NE):
+    potential = solved(factored(plan_NE), net_E).to(plan_NE.dtype)
+    for rows in row_blocks(plan_NE):  # subtract M*(1 b^T - (M b) 1^T), so that columns sum to 0
         plan, flow = plan_NE[rows], flow_NE[rows]
         flow.addcmul_(plan, potential - (plan @ potential).unsqueeze(-1), value=-1.0)
-        left_E += flow.sum(dim=0)
-    return left_E
