@@ -20,7 +20,7 @@ from dotmoe.rivals.pruning.disp_llm import disp_llm, gated, kept_parameters
 from dotmoe.rivals.pruning.llm_pruner import removed_parameters
 from dotmoe.rivals.pruning.modegpt import joint_rank
 from dotmoe.rivals.pruning.slicegpt import sliced, sliced_parameters
-from dotmoe.rivals.pruning.two_of_four import correcting, kept_of_four
+from dotmoe.rivals.pruning.two_of_four import corrected, kept_of_four
 from runs import TINY_CONVERT, passed
 
 STOCK = [name for name in PRUNING if PRUNING[name].applied is None]
@@ -126,7 +126,7 @@ def test_maps_are_pruned_by_what_they_read_behind_pruned_layers(method, pruned_o
                     score_OI *= x_TI.square().sum(0).sqrt()
                 expected = weight_OI * kept_of_four(score_OI)
                 if method == "sparsegpt_2_4":
-                    expected = correcting(x_TI.T @ x_TI)(weight_OI)
+                    expected = corrected(x_TI.T @ x_TI, weight_OI)
                 torch.testing.assert_close(now[f"{name}.weight"], expected.float())
 
 
@@ -166,7 +166,7 @@ def test_wanda_and_sparsegpt_agree_with_llm_compressor(columns, monkeypatch):
     weight_OI, x_TI = made["weight_OI"].double(), made["x_BTI"].flatten(0, 1).double()
     wanda_OI = weight_OI * kept_of_four(weight_OI.abs() * x_TI.square().sum(0).sqrt())
     assert torch.equal(wanda_OI.float(), made["wanda_OI"])
-    found = correcting(x_TI.T @ x_TI)(weight_OI)
+    found = corrected(x_TI.T @ x_TI, weight_OI)
     expected = made["sparsegpt_OI"].double()
     assert torch.equal(found == 0, expected == 0)
     assert (found - expected).norm() < 1e-5 * expected.norm()

@@ -46,11 +46,10 @@ def magnitude(inputs: PruneInputs) -> Pruned:
 def wanda(inputs: PruneInputs) -> Pruned:
     """Prune every linear map by |weight| times the norm of its input feature."""
 
-    def by_inputs(square_I: Tensor) -> Callable[[Tensor], Tensor]:
-        norm_I = square_I.sqrt()
-        return lambda weight_OI: weight_OI * kept_of_four(weight_OI.abs() * norm_I)
+    def pruned(square_I: Tensor, weight_OI: Tensor) -> Tensor:
+        return weight_OI * kept_of_four(weight_OI.abs() * square_I.sqrt())
 
-    return _by_layers(inputs, lambda x_TI: x_TI.square().sum(dim=0), by_inputs)
+    return _by_layers(inputs, lambda x_TI: x_TI.square().sum(dim=0), pruned)
 
 
 def pruner_zero(inputs: PruneInputs) -> Pruned:
@@ -74,32 +73,30 @@ def pruner_zero(inputs: PruneInputs) -> Pruned:
 
 def sparsegpt(inputs: PruneInputs) -> Pruned:
     """Prune every linear map, and correct its remaining weights."""
-    return _by_layers(inputs, lambda x_TI: x_TI.T @ x_TI, correcting)
+    return _by_layers(inputs, lambda x_TI: x_TI.T @ x_TI, corrected)
 
 
-def correcting(hessian_II: Float[Tensor, "I I"]) -> Callable[[Tensor], Tensor]:
-    """Make a function that prunes and corrects the weight [O, I] of a map with this Hessian."""
+def corrected(
+    hessian_II: Float[Tensor, "I I"], weight_OI: Float[Tensor, "O I"]
+) -> Float[Tensor, "O I"]:
+    """The pruned weight of a map with this Hessian, its remaining entries corrected; float64."""
     is_read_I = hessian_II.diagonal() > 0
     hessian_II.diagonal()[~is_read_I] = 1
     factor_II = torch.linalg.cholesky(damped_inverse(hessian_II), upper=True)
     scale_I = factor_II.diagonal()
-
-    def pruned(weight_OI: Tensor) -> Tensor:
-        weight_OI = weight_OI * is_read_I
-        kept_OI = torch.empty_like(weight_OI, dtype=torch.bool)
-        for start in range(0, weight_OI.shape[1], _COLUMNS_AT_ONCE):
-            stop, errors = min(start + _COLUMNS_AT_ONCE, weight_OI.shape[1]), []
-            for j in range(start, stop):
-                if j % 4 == 0:
-                    four = slice(j, j + 4)
-                    kept_OI[:, four] = kept_of_four((weight_OI[:, four] / scale_I[four]).square())
-                error_O1 = (weight_OI[:, j] / scale_I[j] * ~kept_OI[:, j])[:, None]
-                weight_OI[:, j:stop] -= error_O1 * factor_II[j, j:stop]
-                errors.append(error_O1)
-            weight_OI[:, stop:] -= torch.cat(errors, dim=1) @ factor_II[start:stop, stop:]
-        return weight_OI * kept_OI
-
-    return pruned
+    weight_OI = weight_OI * is_read_I
+    kept_OI = torch.empty_like(weight_OI, dtype=torch.bool)
+    for start in range(0, weight_OI.shape[1], _COLUMNS_AT_ONCE):
+        stop, errors = min(start + _COLUMNS_AT_ONCE, weight_OI.shape[1]), []
+        for j in range(start, stop):
+            if j % 4 == 0:
+                four = slice(j, j + 4)
+                kept_OI[:, four] = kept_of_four((weight_OI[:, four] / scale_I[four]).square())
+            error_O1 = (weight_OI[:, j] / scale_I[j] * ~kept_OI[:, j])[:, None]
+            weight_OI[:, j:stop] -= error_O1 * factor_II[j, j:stop]
+            errors.append(error_O1)
+        weight_OI[:, stop:] -= torch.cat(errors, dim=1) @ factor_II[start:stop, stop:]
+    return weight_OI * kept_OI
 
 
 def require(dense: DenseModel, _: torch.device) -> None:
@@ -121,31 +118,25 @@ def kept_of_four(score_OI: Float[Tensor, "O I"]) -> Bool[Tensor, "O I"]:
 def _by_layers(
     inputs: PruneInputs,
     moment: Callable[[Tensor], Tensor],
-    pruner: Callable[[Tensor], Callable[[Tensor], Tensor]],
+    pruned: Callable[[Tensor, Tensor], Tensor],
 ) -> Pruned:
     """Prune the linear maps of each layer by their inputs after the pruned layers before it.
 
-    `moment` of inputs [T, I] is summed over all tokens; from that sum `pruner` makes, once for maps
-    that read the same tensor, a function from a weight [O, I] to the pruned one, in float64.
+    `moment` of a map's inputs [T, I] is summed over all tokens; from that sum and the weight [O, I]
+    `pruned` makes the new weight, in float64.
     """
-    stream = Stream(inputs.dense, inputs.tokens_BT)
-    readers, first, sums = dict[int, tuple[int, Tensor]](), dict[int, int](), dict[int, Any]()
+    stream, sums = Stream(inputs.dense, inputs.tokens_BT), dict[int, Any]()
 
     def see(number: int, x: Tensor) -> None:
-        first[number], _ = readers.setdefault(id(x), (number, x))  # x is held: its id stays unique
-        if first[number] == number:
-            sums[number] = sums.get(number, 0) + moment(x.flatten(0, -2).double())
+        sums[number] = sums.get(number, 0) + moment(x.flatten(0, -2).double())
 
     for index, layer in enumerate(inputs.layers):
         linears = dict(enumerate(linears_of(layer)))
-        sums.clear()
         with input_hooks(linears, see):
             for part in stream.parts:
-                readers.clear()
                 stream.after(index, part)
-        pruned = {number: pruner(total) for number, total in sums.items()}
         for number, linear in linears.items():
-            linear.weight.copy_(pruned[first[number]](linear.weight.double()))
+            linear.weight.copy_(pruned(sums.pop(number), linear.weight.double()))
         stream.advance(index)
         inputs.on_progress(index + 1, len(inputs.layers))
     return _halved(inputs)
