@@ -1,14 +1,13 @@
 """Checkpoints that are damaged, or find no room. Oracles: a run in which nothing happened."""
 
-import logging
 import multiprocessing
 import os
-import re
+import shutil
 import signal
 
 import pytest
 import torch
-from toy_tasks import trained, warnings_in
+from toy_tasks import trained
 
 from dotmoe.common.errors import UserError
 from dotmoe.training import folder, loop
@@ -43,24 +42,17 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_refused_and_without_it_the_one_before_is_read(damage, tmp_path):
     whole = trained(tmp_path)
     assert names_in(tmp_path) == ["step_00000010", "step_00000012"]
     spoil, pattern = DAMAGES[damage]
     spoil(tmp_path / "checkpoints" / "step_00000012")
-    with caplog.at_level(logging.WARNING):
-        again = trained(tmp_path)
-    (warning,) = warnings_in(caplog)
-    assert "\n" not in warning
-    assert re.search(pattern, warning)
-    assert "step_00000010, the checkpoint before" in warning
-    assert torch.equal(again.weight, whole.weight)
-    # The damaged one has been written again.
-    assert Checkpoints(tmp_path).newest().name == "step_00000012"
-    for checkpoint in (tmp_path / "checkpoints").iterdir():
-        spoil(checkpoint)
-    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged .*delete"):
+    with pytest.raises(UserError, match=rf"{pattern}.*\. Delete .*step_00000012,") as error:
         trained(tmp_path)
+    assert "\n" not in str(error.value)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000012")
+    assert torch.equal(trained(tmp_path).weight, whole.weight)
+    assert Checkpoints(tmp_path).newest().name == "step_00000012"
 
 
 @pytest.mark.parametrize("seconds", [0, 1800])

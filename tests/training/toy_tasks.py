@@ -60,8 +60,3 @@ def lines_in(folder):
 def metrics_in(folder):
     """The same without times."""
     return [{name: v for name, v in line.items() if name != "seconds"} for line in lines_in(folder)]
-
-
-def warnings_in(caplog):
-    """What our own loggers have warned of."""
-    return [record.message for record in caplog.records if record.name.startswith("dotmoe")]

@@ -7,7 +7,6 @@ rank must see the same folder.
 
 import errno
 import json
-import logging
 import os
 import shutil
 import warnings
@@ -46,7 +45,6 @@ from dotmoe.common.files import (
     write_text,
 )
 
-logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
 
 _MANIFEST = "manifest.json"
@@ -107,7 +105,7 @@ class Checkpoints:
             def begin() -> Path:
                 for half_written in self.folder.glob(".step_*"):  # by a process that was killed
                     remove(half_written)
-                for old in self._newest_first()[1:]:
+                for old in sorted(self.folder.glob("step_*"))[:-1]:
                     shutil.rmtree(old, ignore_errors=True)
                 return writing.enter_context(complete_folder(self.folder / f"step_{step:08d}"))
 
@@ -126,10 +124,10 @@ class Checkpoints:
             broadcast_from_rank_zero(complete, self._group)
 
     def load(self, tensors: dict[str, Tensor]) -> int:
-        """Fill tensors in place from the newest whole checkpoint, and return its number of steps.
+        """Fill tensors in place from the newest checkpoint, and return its number of steps.
 
         All ranks must call it; their number may have changed. Returns 0 if there is no checkpoint.
-        Raises a `UserError` if all are damaged, or hold other tensors.
+        Raises a `UserError` if it is damaged, or holds other tensors.
         """
         if (newest := broadcast_from_rank_zero(self.newest)) is None:
             return 0
@@ -144,28 +142,18 @@ class Checkpoints:
         return int(newest.name.removeprefix("step_"))
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint; newer damaged ones are deleted and their steps repeated."""
-        damaged = dict[Path, str]()
-        for path in self._newest_first():
+        """The newest checkpoint, None if there is none; a `UserError` if it is damaged."""
+        newest = max(self.folder.glob("step_*"), default=None)
+        if newest is not None:
             try:
-                damage = damage_in(path, read_with_checksum(path / _MANIFEST)["files"])
+                damage = damage_in(newest, read_with_checksum(newest / _MANIFEST)["files"])
             except DamagedError as error:
                 damage = str(error)
-            if damage is None:
-                for bad, why in damaged.items():
-                    logger.warning("%s. Resuming from %s, the checkpoint before it.", why, path)
-                    shutil.rmtree(bad, ignore_errors=True)
-                return path
-            damaged[path] = damage
-        if damaged:
-            raise UserError(
-                f"every checkpoint in {self.folder} is damaged ({next(iter(damaged.values()))}). "
-                "Restore one from a copy, or delete that folder to start the stage again."
-            )
-        return None
-
-    def _newest_first(self) -> list[Path]:
-        return sorted(self.folder.glob("step_*"), reverse=True)
+            if damage is not None:
+                raise UserError(
+                    f"{damage}. Delete {newest}, and the run goes on from the one before it."
+                )
+        return newest
 
 
 def _cause_of(error: CheckpointException) -> BaseException:

@@ -90,14 +90,14 @@ def train(
     training: TrainingConfig = DEFAULT_TRAINING,
     on_step: OnStep = lambda step, metrics: None,
 ) -> None:
-    """Train to the end of the schedule, from the newest whole checkpoint in `folder`, if any.
+    """Train to the end of the schedule, from the newest checkpoint in `folder`, if any.
 
     All ranks must call it, with a folder that all of them see: it receives `checkpoints/`, and
     `metrics.jsonl` with one object per step. `on_step` is called on every rank. On one rank with
     a fixed CPU thread count, a killed and resumed run ends bit-identical to an uninterrupted one.
 
     Raises:
-        UserError: Every checkpoint is damaged, or a loss or gradient is not finite.
+        UserError: The newest checkpoint is damaged, or a loss or gradient is not finite.
         Interrupted: SIGTERM or SIGINT was received; the step that was running has been saved.
     """
     schedule, optimizer, checkpoints = task.schedule, adamw(task), Checkpoints(folder)
