@@ -43,7 +43,6 @@ class Objective:
                 *(config.steps, self.schedule.steps, blocks.num_blocks * blocks.seq_len),
                 config.max_epochs,
             )
-        self.micro_batch_size = min(config.micro_batch_size, config.batch_size)
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Prepare a step; return metrics that are not losses, equal on all ranks."""
@@ -62,7 +61,7 @@ class Objective:
         metrics = self.begin(step)
         batch = self.blocks.batch(step, size, self.seed, rank(), num_ranks()).to(self.dense.device)
         sums: dict[str, Tensor] = {}
-        parts = torch.split(batch, self.micro_batch_size)
+        parts = torch.split(batch, self.config.micro_batch_size)
         for number, rows in enumerate(parts, 1):
             share = len(rows) / size
             losses = self.losses(rows, self.teacher(rows))
