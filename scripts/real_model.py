@@ -2,7 +2,6 @@
 
     python scripts/real_model.py table results/smollm2.json DENSE RUN...
     python scripts/real_model.py rows results/smollm2_rows.json COMPARED TASKS
-    python scripts/real_model.py texts results/gemma3_270m.json RUN TOKENS TEXT...
     python scripts/real_model.py conversions results/first_contact.json RUN...
 
 `table`: the README's table. Each RUN is the folder of a `convert --repair` or a `finetune`. Results
@@ -13,9 +12,6 @@ run folder; for tasks, if it is the run folder itself, or DENSE. RUN/bench.json 
 `rows`: the rows of a comparison, with the scores of `dotmoe evaluate COMPARED/ROW --tasks ... --out
 TASKS/ROW` added. A conversion's scores belong to the weights that it exports. `made_at` lists the
 commits at which rows were made: a comparison may be resumed at another commit.
-
-`texts`: the dense model of a repaired run, its split before and after the repair, each on TOKENS
-tokens of every text, in windows of 512; with what the run found on the way.
 
 `conversions`: what `convert` chose for each RUN, the time of its stages beside the plan, and its
 perplexities on its own held-out text and on texts evaluated with `--against` into RUN. The plan,
@@ -30,14 +26,7 @@ from typing import Any
 
 from dotmoe.common.files import read_json, write_json
 from dotmoe.export.record import ExportRecord
-from dotmoe.measure.config import TextConfig
-from dotmoe.measure.evaluate.models import stock_nats
-from dotmoe.measure.evaluate.perplexity import difference, packed_text
-from dotmoe.measure.evaluate.perplexity import perplexity as perplexity_of
-from dotmoe.method.masked import masked_by
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_described
-from dotmoe.run.finished import FinishedRun
+from dotmoe.measure.evaluate.perplexity import difference
 from dotmoe.run.folder import RunFolder, provenance
 
 STAGES = ("calibrate", "align", "extract", "repair", "finetune", "export")
@@ -118,43 +107,6 @@ def rows(compared: str, tasks: str) -> Row:
     return {**record, "made_at": list(dict.fromkeys(made))}
 
 
-def texts(folder: str, num_tokens: str, *files: str) -> Row:
-    """Perplexities of a run's three models, layers' pruning errors, and errors after the repair."""
-    run = FinishedRun(Path(folder))
-    dense = load_described(run.origin(), LoadConfig())
-    packed = [
-        packed_text(TextConfig(text=(file,), max_tokens=int(num_tokens)), dense.tokenizer)
-        for file in files
-    ]
-
-    def measured() -> list[Row]:
-        return [perplexity_of(stock_nats(dense.model), text, 512) for text in packed]
-
-    columns = {"dense": measured()}
-    with masked_by(dense, *run.layouts):
-        columns["as_split"] = measured()
-    dense = load_described(run.described(), LoadConfig())
-    with masked_by(dense, *run.layouts):
-        columns["repaired"] = measured()
-    own = read_json(Path(folder) / "6_evaluate" / "results.json")
-    found = [
-        {name: column[place] for name, column in columns.items()} for place in range(len(files))
-    ]
-    found.append({"dense": own["dense"], "as_split": own["frozen"], "repaired": own["moe"]})
-    stage = run.folder.stage
-    return {
-        "model": Path(run.model).name,
-        "config": read_json(Path(folder) / "config.json"),
-        "rows": [{"text": Path(each["dense"]["text"][0]).name, **each} for each in found],
-        "granularity": own["granularity"],
-        "converted_at": own["provenance"],
-        "dense_layers": read_json(stage("dense_layers") / "dense_layers.json"),
-        "repair": read_json(stage("repair") / "repair.json"),
-        "seconds": run.folder.seconds(*set(STAGES) - {"finetune"}),
-        "provenance": provenance(0),
-    }
-
-
 def conversions(*folders: str) -> Row:
     """A row for each conversion: its choices, time, plan, and perplexities beside dense."""
     rows = []
@@ -194,7 +146,6 @@ def conversions(*folders: str) -> Row:
                 "planned": 3600 * plan["hours"],
                 "total": sum(seconds.values()),
                 "before_repair": results["frozen"]["perplexity"],
-                "texts": texts,
                 "made": results["provenance"],
             }
         )
@@ -207,7 +158,6 @@ if __name__ == "__main__":
     collect: dict[str, Callable[..., Row]] = {
         "table": table,
         "rows": rows,
-        "texts": texts,
         "conversions": conversions,
     }
     write_json(Path(out), collect[what](*given))

@@ -2,15 +2,45 @@
 
 import pytest
 import torch
-from inspected_models import TINY, inspection, llama_3_8b, sizes, step, tiny
-from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config
+from inspected_models import TINY, inspection, llama_3_8b, masked_model, sizes, step, tiny
+from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
-from dotmoe.measure.inspection.sizes import exported_bytes, step_memory
+from dotmoe.measure.inspection.sizes import exported_bytes, kept_per_token, step_memory
 from dotmoe.models.family import meta_model
 
 E = 16
 KEPT = "activations kept for the backward"
 CHUNK = "buffers of one layer, or one chunk of logits"
+
+
+def bytes_autograd_keeps(model, tokens_BT):
+    """Storages that autograd saves in a forward pass, parameters left out."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model.model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        del output
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_the_activation_estimate_is_what_autograd_really_keeps(kind, dtype):
+    tokens = torch.randint(0, 512, (1, 128))
+    shallow, deep = (
+        bytes_autograd_keeps(masked_model(tiny(kind, num_hidden_layers=n), dtype, E), tokens)
+        for n in (2, 4)
+    )
+    real = (deep - shallow) / 2 / tokens.numel()
+    estimate = kept_per_token(step(sizes(tiny(kind), experts=E), held=dtype.itemsize))
+    assert estimate == pytest.approx(real, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config])
