@@ -12,6 +12,7 @@ from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import require_exportable
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.masked import masked_by
+from dotmoe.models.family import FAMILIES
 from export.comparison import (
     logits_of,
     masked_logits,
@@ -19,24 +20,11 @@ from export.comparison import (
     step_by_step,
     stock_logits,
 )
+from models.test_members import HYBRID, MEMBERS
 from runs import in_turn
 
-TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-TYPES |= {"sliding_window": 16, "num_hidden_layers": 3}
-OWN = {
-    "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
-    "olmo3": TYPES,
-    "exaone4": TYPES,
-    "glm4": {"num_hidden_layers": 3, "head_dim": 16},
-    "gemma2": TYPES | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
-    "gemma3_text": TYPES | {"head_dim": 24, "tied": True},
-    "cohere2": TYPES | {"logit_scale": 0.25, "tied": True},
-    "hunyuan_v1_dense": {},
-    "ministral3": {},
-    "qwen3_5_text": {},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "lfm2": {"tied": True},
-}
+OWN = {name: MEMBERS[name][0] for name, family in FAMILIES.items() if family.is_own}
+OWN["granitemoehybrid"] = HYBRID
 """Families whose decoder no stock MoE has: rope, windows and norms differ by layer."""
 SPLITS = ({}, {"shared_size": 24, "dense_layers": 1, "num_experts": 9})
 
