@@ -14,7 +14,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.method.align import Alignment, align
 from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState
+from dotmoe.method.layout import AlignState, extract
 from dotmoe.method.masked import masked
 from dotmoe.method.transport import balanced_plan, greedy_assignment
 from dotmoe.text.blocks import TokenBlocks
@@ -220,6 +220,15 @@ def test_what_takes_time_has_the_name_of_its_part(dense, blocks, monkeypatch):
         ("align.greedy_assignment", "rounding"),
     }
     assert {*names} - {part for _, part in seen} == {"backward", "assignment gradient"}
+
+
+def test_the_split_stays_while_its_router_learns(dense, blocks, tmp_path):
+    task = alignment(dense, blocks, replace(CONFIG, learn_assignment=False))
+    (final,), initial = align(task, tmp_path), task.parts[0].initial
+    assert torch.equal(initial.affinity_LNE, final.affinity_LNE)
+    assert not torch.equal(initial.router_LED, final.router_LED)
+    layout = extract(initial, split_of(dense), AssignmentConfig())
+    assert torch.equal(task.parts[0].masking.expert_of_neuron_LN, layout.expert_of_neuron_LN)
 
 
 def test_steps_are_limited_by_the_passes_over_the_data():

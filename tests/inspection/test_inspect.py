@@ -13,14 +13,14 @@ from transformers import AutoConfig
 
 from dotmoe.cli import run
 from dotmoe.common.errors import UserError
+from dotmoe.common.files import read_json
 from dotmoe.common.tables import in_bytes
 from dotmoe.measure.inspection import chosen_in_time, stored_dtype
 from dotmoe.measure.inspection.tables import render
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import from_record
 from dotmoe.run.config import recipe
-from runs import TINY_CONVERT, TINY_FINETUNE, slow_but, with_an_outlier
-from runs import words as words_of
+from runs import TINY_FINETUNE, TinyRun, slow_but, with_an_outlier
 
 EXACT = [
     "8,030,261,248",  # published
@@ -192,10 +192,10 @@ QUICK = ("default",)
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CHOICES))
 def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
-    name, tiny_dense, text_file, tmp_path, capsys
+    name, tiny_dense, text_file, tmp_path, command
 ):
     layers = 12 if name in ("default", "granite") else 2
-    model, out = tiny_dense("llama", num_hidden_layers=layers), str(tmp_path / "run")
+    model = tiny_dense("llama", num_hidden_layers=layers)
     if layers > 2:
         model = with_an_outlier(model, tmp_path)
     of_run = {"expert_size": 8, "seq_len": 32, "calibration_tokens": 64, "repair_tokens": 64}
@@ -203,20 +203,16 @@ def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
     of_run |= {"data": text_file, **CHOICES[name]}
     if name in ("in-a-day", "small"):  # which choose the repair, or make none
         del of_run["repair_tokens"]
-    assert run([*map(str, words_of("inspect", model, **of_run)), "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert run([*map(str, words_of("convert", model, out, **of_run))]) == 0
-    made = json.loads((tmp_path / "run/manifest.json").read_text())
-    capsys.readouterr()
-    again = ["inspect", "--config", str(tmp_path / "run/config.json"), "--json"]
-    assert run(again) == 0
-    by_config = json.loads(capsys.readouterr().out)
-    measured = json.loads((tmp_path / "run/6_evaluate/results.json").read_text())["granularity"]
+    run = TinyRun("convert", model, tmp_path / "run", of_run)
+    plans = [command("inspect", model, json=[], **of_run)]
+    made = read_json(run.made().folder / "manifest.json")
+    plans.append(command("inspect", json=[], config=run.folder / "config.json"))
+    measured = run.results()["granularity"]
     if name == "default":  # half active, and half of that shared
         assert (measured["active_experts"] * 8, measured["shared_size"]) == (24, 24)
-        experts = json.loads((tmp_path / "run/config.json").read_text())["experts"]
+        experts = read_json(run.folder / "config.json")["experts"]
         assert (experts["active"], experts["shared"]) == (0.5, 0.25)
-    for plan in (planned, by_config):
+    for plan in (json.loads(each.out) for each in plans):
         found = plan["granularity"]
         if "dense_layers" in made["stages"]:
             assert measured["first_dense_layers"] == 1
@@ -272,31 +268,29 @@ def test_the_best_repair_that_fits_into_a_time_is_taken(time, options, taken, ti
 
 
 def test_a_run_records_the_repair_that_its_time_allowed_and_resumes_with_it(
-    tiny_dense, text_file, tmp_path, capsys
+    finished, tmp_path, command
 ):
-    words = {**TINY_CONVERT, "steps": 0, "data": [text_file], "time": "1d"}
-    del words["no_repair"]
-    line = ["convert", tiny_dense("llama"), tmp_path / "run", *words_of(**words)]
-    assert run([*map(str, line)]) == 0
-    assert "time 1d: takes the default repair about" in capsys.readouterr().err
-    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    options = {name: value for name, value in finished.options.items() if name != "no_repair"}
+    made = TinyRun("convert", finished.source, tmp_path, options | {"steps": 0, "time": "1d"})
+    told = command(*made.command())
+    assert (told.status, "time 1d: takes the default repair about" in told.err) == (0, True)
+    record = read_json(made.folder / "config.json")
     assert (record["time"], record["repairing"]["repair_epochs"]) == ("1d", 2)
-    assert run([*map(str, line)]) == 0
+    assert command(*made.command()).status == 0
 
 
 def test_a_training_that_does_not_fit_says_what_it_changes(
-    tiny_dense, text_file, tmp_path, capsys, monkeypatch
+    finished, tmp_path, command, monkeypatch
 ):
     monkeypatch.setattr("dotmoe.pipeline.memory_of", lambda device: 0)
-    of_run = {**TINY_CONVERT, "data": [text_file]}
-    assert run(words_of("convert", tiny_dense("llama"), tmp_path / "run", **of_run)) == 0
-    tuning = TINY_FINETUNE | {"recipe": "small", "seq_len": 32}
-    assert run(words_of("finetune", tmp_path / "run", tmp_path / "tuned", **tuning)) == 0
-    said = capsys.readouterr().err
-    assert said.count("by estimate: activation_checkpointing is on, micro_batch_size 1") == 2
+    run, tuning = finished.at(tmp_path / "run"), TINY_FINETUNE | {"recipe": "small", "seq_len": 32}
+    tuned = ["finetune", run.folder, tmp_path / "tuned"]
+    for told in (command(*run.command()), command(*tuned, **tuning)):
+        assert told.status == 0
+        assert "by estimate: activation_checkpointing is on, micro_batch_size 1" in told.err
     monkeypatch.undo()
-    of_run |= {"micro_batch_size": 1, "activation_checkpointing": []}
-    assert run(words_of("convert", tiny_dense("llama"), tmp_path / "stated", **of_run)) == 0
+    stated = {"micro_batch_size": 1, "activation_checkpointing": []}
+    finished.at(tmp_path / "stated", **stated).made()
     chosen, stated = (
         [json.loads(line)["loss"] for line in (tmp_path / name).read_text().splitlines()]
         for name in ("run/2_align/metrics.jsonl", "stated/2_align/metrics.jsonl")
