@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from dotmoe.measure.bench import weights_of
 from export.comparison import (
@@ -20,7 +20,7 @@ from export.comparison import (
     stock_logits,
 )
 from heads.families import FAMILIES, head_layout
-from runs import in_turn
+from runs import in_turn, on_ranks
 
 pytestmark = pytest.mark.usefixtures("_no_gradients")
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}
@@ -111,18 +111,31 @@ def test_the_loss_of_one_of_several_batches_is_divided_by_the_tokens_of_all(expo
     torch.testing.assert_close(model(tokens, labels=tokens, return_dict=False)[0], whole)
 
 
-@pytest.mark.parametrize("without", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_it_runs_by_the_code_in_its_folder_or_the_import_on_its_card(without, exported, tmp_path):
+def run_by_its_own_code(folder, cache, tokens_BT, expected):
+    """Where dotmoe cannot be imported."""
+    sys.modules |= {name: None for name in sys.modules if name.split(".")[0] == "dotmoe"}
+    dynamic_module_utils.HF_MODULES_CACHE = str(cache)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules.")
+    torch.testing.assert_close(model(tokens_BT).logits, expected)
+
+
+def test_it_runs_by_the_code_in_its_folder(exported, tokens_BT, tmp_path):
+    made = exported()
+    expected = made.model(tokens_BT).logits
+    on_ranks(1, run_by_its_own_code, made.folder, tmp_path / "code", tokens_BT, expected)  # a fork
+
+
+@pytest.mark.slow
+def test_it_runs_by_the_import_on_its_card(exported):
     made = exported()
     (registers,) = set(re.findall("`(import .*?)`", (made.folder / "README.md").read_text()))
     said = (
-        f"import sys, torch; {'pass' if without else registers};"
-        "from transformers import AutoModelForCausalLM as A;"
-        f"m = A.from_pretrained(sys.argv[1], trust_remote_code={without});"
-        f"assert {without} != any(n.split('.')[0] == 'dotmoe' for n in sys.modules);"
+        f"import sys, torch; {registers}; from transformers import AutoModelForCausalLM as A;"
+        "m = A.from_pretrained(sys.argv[1], trust_remote_code=False);"
         "print(m(torch.arange(2, 12)[None]).logits.double().sum().item())"
     )
-    place = {"HF_MODULES_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    place = {"PYTHONPATH": os.pathsep.join(sys.path)}
     line = [sys.executable, "-c", said, str(made.folder)]
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ | place, check=False)
     assert done.returncode == 0, done.stderr
