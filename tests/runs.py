@@ -4,6 +4,7 @@ Processes are forks of this one, which need no second start.
 """
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -129,6 +130,11 @@ def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
     message = str(caught.value)
     assert "\n" not in message, message
     return message
+
+
+def put_into(path: Path, **values: Any) -> None:
+    """Change values of a JSON file."""
+    path.write_text(json.dumps(read_json(path) | values))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Shared by all tests: seeds, one thread, no network, tiny dense checkpoints, real data."""
 
 import json
+import shutil
 import socket
 import zlib
 from functools import cache
@@ -164,6 +165,12 @@ def tiny_dense(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def copied(tiny_dense, tmp_path):
+    """A tiny LLaMA folder of a test's own, to change."""
+    return Path(shutil.copytree(tiny_dense("llama"), tmp_path / "model"))
 
 
 @pytest.fixture(scope="session")

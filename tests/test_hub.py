@@ -12,7 +12,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.models.checkpoint import checkpoint_folder
 from dotmoe.models.load import describe_dense
 from hub import Hub
-from runs import TINY_CONVERT, TINY_FINETUNE
+from runs import TINY_CONVERT, TINY_FINETUNE, put_into
 
 NAME = "some-one/Tiny"
 
@@ -32,25 +32,14 @@ def hub(tmp_path, monkeypatch):
         yield made
 
 
-@pytest.fixture
-def model(tiny_dense, tmp_path):
-    """A tiny Llama folder of one's own."""
-    return shutil.copytree(tiny_dense("llama"), tmp_path / "upstream")
-
-
-def changed(folder, **values):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def test_a_run_keeps_its_commit_when_main_moves(hub, model, text_file, tmp_path, command):
-    first = hub.push(NAME, model)
+def test_a_run_keeps_its_commit_when_main_moves(hub, copied, text_file, tmp_path, command):
+    first = hub.push(NAME, copied)
     run = tmp_path / "run"
     options = {"data": text_file, **TINY_CONVERT, "repair": [], "repair_epochs": 0}
     del options["no_repair"]
     assert command("convert", NAME, run, **options).status == 0
-    changed(model, transformers_version="99")
-    second = hub.push(NAME, model)
+    put_into(copied / "config.json", transformers_version="99")
+    second = hub.push(NAME, copied)
     assert describe_dense(NAME).revision == second != first
     again = command("convert", NAME, run, **options)
     assert again.status == 0, again.err
@@ -67,11 +56,11 @@ def test_a_run_keeps_its_commit_when_main_moves(hub, model, text_file, tmp_path,
     assert (record["source"], record["revision"]) == (NAME, first)
 
 
-def test_a_model_can_be_named_at_a_commit(hub, model, text_file, command):
-    first = hub.push(NAME, model)
-    tokens = json.loads((model / "config.json").read_text())["max_position_embeddings"]
-    changed(model, max_position_embeddings=tokens // 2)
-    hub.push(NAME, model)
+def test_a_model_can_be_named_at_a_commit(hub, copied, text_file, command):
+    first = hub.push(NAME, copied)
+    tokens = json.loads((copied / "config.json").read_text())["max_position_embeddings"]
+    put_into(copied / "config.json", max_position_embeddings=tokens // 2)
+    hub.push(NAME, copied)
     dense = describe_dense(f"{NAME}@{first}")
     assert (dense.revision, dense.config.max_position_embeddings) == (first, tokens)
     assert describe_dense(NAME).config.max_position_embeddings == tokens // 2
@@ -93,18 +82,18 @@ def test_a_model_can_be_named_at_a_commit(hub, model, text_file, command):
         ("model.msgpack", r"holds no model with config.json and \*.safetensors"),
     ],
 )
-def test_weights_of_another_kind_are_named(hub, model, weights, says):
-    (model / "model.safetensors").rename(model / weights)
-    (model / "optimizer.pt").write_bytes(b"")  # of no use
-    (model / "args.bin").write_bytes(b"")
-    hub.push(NAME, model)
+def test_weights_of_another_kind_are_named(hub, copied, weights, says):
+    (copied / "model.safetensors").rename(copied / weights)
+    (copied / "optimizer.pt").write_bytes(b"")  # of no use
+    (copied / "args.bin").write_bytes(b"")
+    hub.push(NAME, copied)
     with pytest.raises(UserError, match=says):
         describe_dense(NAME)
 
 
-def test_without_a_network_the_cache_suffices_if_it_holds_a_model(hub, model):
-    (model / "params.json").write_text("{}")
-    sha = hub.push(NAME, model)
+def test_without_a_network_the_cache_suffices_if_it_holds_a_model(hub, copied):
+    (copied / "params.json").write_text("{}")
+    sha = hub.push(NAME, copied)
     checkpoint_folder(NAME, config_only=True)
     hub.offline()
     with pytest.raises(UserError, match="network"):

@@ -20,24 +20,14 @@ from dotmoe.models.load import (
     load_dense,
     load_weights,
 )
-from runs import in_turn, refusal, rewritten
+from runs import in_turn, put_into, refusal, rewritten
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.fixture
-def copied(tiny_dense, tmp_path):
-    """A tiny Llama folder of one's own, to damage."""
-    return Path(shutil.copytree(tiny_dense("llama"), tmp_path / "checkpoint"))
-
-
 def with_config(name="config.json", **changes):
-    def change(folder):
-        path = folder / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
+    return lambda folder: put_into(folder / name, **changes)
 
 
 def with_text(name, text):
@@ -125,8 +115,8 @@ def test_config_alone_needs_no_weights(copied):
 
 
 def test_refuses_a_missing_folder_and_proposes_its_neighbour(copied):
-    message = refusal_of(copied.parent / "chekpoint")
-    assert message.startswith(f"{copied.parent}/chekpoint does not exist.")
+    message = refusal_of(copied.parent / "modle")
+    assert message.startswith(f"{copied.parent}/modle does not exist.")
     assert f"Did you mean {copied}?" in message
     assert "is a file" in refusal_of(copied / "config.json")
     assert "~no-such-user/model does not exist" in refusal_of("~no-such-user/model")

@@ -1,7 +1,6 @@
 """Weights that stay on disk: the same numbers, one part in memory."""
 
 import math
-import shutil
 from unittest.mock import MagicMock, Mock, patch
 
 import pytest
@@ -138,9 +137,8 @@ def test_a_method_splits_weights_on_disk_as_those_in_memory(
     assert torch.equal(one.layout.router_LED, other.layout.router_LED)
 
 
-def test_damaged_dense_files_are_named(tiny_dense, tmp_path, tokens_BT):
-    name, folder = "model.layers.1.mlp.up_proj.weight", tmp_path / "model"
-    shutil.copytree(tiny_dense("llama"), folder)
+def test_damaged_dense_files_are_named(copied, tokens_BT):
+    name, folder = "model.layers.1.mlp.up_proj.weight", copied
     change(folder, name, lambda tensor: tensor.index_fill(0, torch.tensor([5]), math.inf))
     dense = on_disk(describe_dense(str(folder)), CPU, torch.float32)
     with pytest.raises(UserError, match=f"{name} in .* contains NaN or infinity"):

@@ -15,7 +15,7 @@ from dotmoe.models.checkpoint import _UNWANTED, _WANTED
 from dotmoe.models.save import write_weights
 from dotmoe.models.tokenizer import load_tokenizer, tokenizer_notes
 from dotmoe.text.blocks import pack
-from runs import TINY_CONVERT, loaded, words
+from runs import TINY_CONVERT, loaded, put_into, words
 from zoo import KINDS, write_tokenizer
 
 TEXTS = [
@@ -105,9 +105,7 @@ def model_of(tiny_dense, tmp_path):
         for path in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (folder / path).unlink(missing_ok=True)
         shutil.copytree(tmp_path / kind, folder, dirs_exist_ok=True)
-        if config:
-            path = folder / "config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        put_into(folder / "config.json", **config)
         return folder
 
     return make
@@ -176,8 +174,7 @@ def with_pad(folder, number, **flags):
     token = parts["added_tokens"][0] | {"id": number, "content": "<pad>", **flags}
     parts["added_tokens"].append(token)
     path.write_text(json.dumps(parts))
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<pad>"}))
+    put_into(folder / "tokenizer_config.json", pad_token="<pad>")
 
 
 @pytest.mark.parametrize(("kind", "pad"), [("llama2", "rows"), ("llama3", -1), ("llama2", None)])

@@ -5,7 +5,6 @@ GPTQ, lm-evaluation-harness.
 import json
 import math
 import re
-import shutil
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -253,11 +252,10 @@ def test_of_two_models_both_are_there_at_first_and_one_is_in_memory(
     ],
 )
 def test_a_checkpoint_that_transformers_cannot_load_is_refused(
-    name, text, words, tiny_dense, text_file, tmp_path
+    name, text, words, copied, text_file
 ):
-    folder = shutil.copytree(tiny_dense("llama"), tmp_path / "model")
-    (folder / name).write_text(text)
-    config = EvaluateConfig(model=str(folder), corpus=TextConfig(text=(str(text_file),)), load=CPU)
+    (copied / name).write_text(text)
+    config = EvaluateConfig(model=str(copied), corpus=TextConfig(text=(str(text_file),)), load=CPU)
     with pytest.raises(UserError, match=f"model cannot be loaded .*{words}"):
         evaluate(config)
 

@@ -1,6 +1,5 @@
 """Damage to a written export is found, and wrong ones are kept. Oracle: the masked model."""
 
-import json
 import math
 import shutil
 
@@ -16,7 +15,7 @@ from dotmoe.export.verify import problems, sample_tokens
 from dotmoe.export.write import ExportRecord, export
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.load import describe_dense
-from runs import rewritten
+from runs import put_into, rewritten
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +93,7 @@ def test_a_damaged_weight_fails_with_place_figure_and_limit(change, words, verif
 
 def test_a_config_that_is_not_what_was_written_is_found(verified):
     folder, problems_found = verified
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": None}))
+    put_into(folder / "config.json", rope_theta=None)
     with pytest.raises(VerificationError, match=r"config.json in .* is not what was written"):
         problems_found()
 
@@ -161,19 +159,16 @@ def test_samples_keep_to_the_limit_and_the_context(limit, context, expected):
 
 
 @pytest.mark.parametrize("target", ["glm4_moe", "mixtral"])
-def test_an_outlier_token_does_not_refuse_a_right_export(
-    target, tiny_dense, layout_of, exported, tmp_path
-):
+def test_an_outlier_token_does_not_refuse_a_right_export(target, copied, layout_of, exported):
     """Token 0 has a massive activation, which the router amplifies."""
-    folder = shutil.copytree(tiny_dense("llama"), tmp_path / "massive")
-    with rewritten(folder) as tensors:
+    with rewritten(copied) as tensors:
         embedding = tensors["model.embed_tokens.weight"]
         embedding[:, 0] = embedding[0] = 0
         embedding[0, 0] = 400
         for layer in range(2):
             for name in ("self_attn.o_proj", "mlp.down_proj"):
                 tensors[f"model.layers.{layer}.{name}.weight"][0] = 0
-    dense = describe_dense(str(folder))
+    dense = describe_dense(str(copied))
     layout = layout_of(dense)
     layout.router_LED[:, :, 0] = 0
     layout.router_LED[:, 7, 0] = 14
