@@ -241,7 +241,7 @@ def dense(dense_of):
 
 @pytest.fixture(scope="session")
 def layout_of():
-    """Balanced experts at random for a dense model; router logits deviate by about 1.5."""
+    """Balanced experts at random of neurons or query heads; router logits deviate by about 1.5."""
 
     def make(
         dense,
@@ -251,13 +251,15 @@ def layout_of():
         shared_size=0,
         dense_layers=0,
         dtype=torch.float32,
+        target="ffn",
     ):
-        layers, neurons, width = dense.widths.layers, dense.widths.ffn, dense.widths.model
+        layers, width = dense.widths.layers, dense.widths.model
+        units = dense.widths.ffn if target == "ffn" else dense.config.num_attention_heads
         generator = torch.Generator().manual_seed(5)
         routed = torch.arange(num_experts)
-        routed = routed.repeat_interleave((neurons - shared_size) // num_experts)
+        routed = routed.repeat_interleave((units - shared_size) // num_experts)
         experts = torch.cat([torch.full((shared_size,), ALWAYS_ON), routed])
-        order = [torch.randperm(neurons, generator=generator) for _ in range(layers)]
+        order = [torch.randperm(units, generator=generator) for _ in range(layers)]
         assignment = torch.stack([experts[numbers] for numbers in order])
         assignment[:dense_layers] = ALWAYS_ON
         router = torch.randn(layers, num_experts, width, generator=generator) * 1.5 / width**0.5
@@ -266,6 +268,7 @@ def layout_of():
             expert_of_neuron_LN=assignment,
             router_LED=router.to(dtype).float(),
             active_experts=active_experts,
+            target=target,
         )
 
     return make

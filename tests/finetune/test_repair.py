@@ -28,7 +28,7 @@ from dotmoe.run.finished import FinishedRun
 from dotmoe.text.blocks import TokenBlocks
 from export.comparison import logits_of, masked_logits
 from export.test_dotmoe import OWN
-from heads.families import FAMILIES, head_layout
+from heads.families import FAMILIES, HEADS
 from runs import TINY_CONVERT, Forked, TinyRun, on_ranks, passed
 
 TRAINED = ("llama", "granite", "olmo2", "phi3")
@@ -78,7 +78,7 @@ def test_a_layer_is_the_ridge_regression_of_what_is_missing(
     if target == "ffn":
         layout = layout_of(dense, 6, active_experts=2, shared_size=24)
     else:
-        layout = head_layout(dense, active_experts=2)
+        layout = layout_of(dense, **HEADS)
     config = RepairConfig(repair_tokens=30 * 32, repair_epochs=0)
     found = repair(dense, (layout,), text, config, folder=tmp_path)
     rows = text.tokens_BT[torch.arange(30) * 41 // 30].long()  # spread over the text
@@ -246,7 +246,7 @@ def test_weights_on_disk_are_repaired_as_those_in_memory_are(
     dense = dense_of(family, **FAMILIES[family])
     layout = layout_of(dense, 6)
     if target == "attention":
-        layout = head_layout(dense, active_experts=2)
+        layout = layout_of(dense, **HEADS)
     stored = left_on_disk(dense, LoadConfig(device="cpu"))
     config = RepairConfig(repair_tokens=960, repair_epochs=1)
     records = [
@@ -278,7 +278,7 @@ def test_ranks_that_divide_text_and_neurons_repair_as_one_does(
     for expert_N in layout.expert_of_neuron_LN:
         expert_N[(expert_N == ALWAYS_ON).nonzero()[:3]] = DROPPED
     dropped_LN = layout.expert_of_neuron_LN == DROPPED
-    layouts = (layout, head_layout(dense, active_experts=2)) if family == "llama" else (layout,)
+    layouts = (layout, layout_of(dense, **HEADS)) if family == "llama" else (layout,)
     work, folders = (dense, layouts, text, config), [tmp_path / n for n in "12"]
     repair(*work, folder=folders[0])
     on_ranks(2, repair_as_a_rank, *work, folders[1])

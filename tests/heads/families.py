@@ -1,8 +1,5 @@
-"""Tiny models of every family with its peculiarities of attention, and layouts of their heads."""
+"""Tiny models of every family with its peculiarities of attention, and a split of their heads."""
 
-import torch
-
-from dotmoe.method.layout import ExpertLayout
 from runs import GRANITE_FACTORS
 
 FAMILIES = {
@@ -17,17 +14,5 @@ FAMILIES = {
     "seed_oss": {},
 }
 """By family: biases, head_dim other than width / heads, MHA, GQA and MQA, windows, multipliers."""
-
-
-def head_layout(dense, *, active_experts, size=1):
-    """Experts of `size` of the four heads, at random; the routers spread well."""
-    layers, width = dense.widths.layers, dense.widths.model
-    generator = torch.Generator().manual_seed(3)
-    order = [torch.randperm(4, generator=generator) // size for _ in range(layers)]
-    router = torch.randn(layers, 4 // size, width, generator=generator) * 1.5 / width**0.5
-    return ExpertLayout(
-        expert_of_neuron_LN=torch.stack(order),
-        router_LED=router,
-        active_experts=active_experts,
-        target="attention",
-    )
+HEADS = {"num_experts": 4, "active_experts": 2, "target": "attention"}
+"""A split of the four heads of a layer."""

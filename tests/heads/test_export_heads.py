@@ -5,12 +5,16 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    dynamic_module_utils,
+)
 
 from dotmoe.measure.bench import weights_of
 from export.comparison import (
@@ -19,7 +23,7 @@ from export.comparison import (
     step_by_step,
     stock_logits,
 )
-from heads.families import FAMILIES, head_layout
+from heads.families import FAMILIES, HEADS
 from runs import in_turn, on_ranks
 
 pytestmark = pytest.mark.usefixtures("_no_gradients")
@@ -38,9 +42,9 @@ def exported(exported, dense_of):
 
     def make(family="llama", layout=None, *, size=1, active=2, dtype="float32", **changes):
         dense = dense_of(family, dtype=dtype, **FAMILIES[family] | changes)
-        own = layout or (lambda dense: head_layout(dense, active_experts=active, size=size))
-        made = exported(dense, own(dense), out=f"out{active}", verify_tokens=192)
         stored = getattr(torch, dtype)
+        split = HEADS | {"num_experts": 4 // size, "active_experts": active, "dtype": stored}
+        made = exported(dense, layout or split, out=f"out{active}", verify_tokens=192)
         made.model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=stored).eval()
         assert type(made.model).__name__ == "DotMoeForCausalLM"
         return made
@@ -78,23 +82,16 @@ def test_rows_of_unequal_lengths_say_what_each_says_alone(family, exported, toke
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_in_bfloat16_it_rounds_as_the_masked_model_does(family, exported, dense_of, tokens_BT):
-    def rounded(dense):
-        layout = head_layout(dense, active_experts=2)
-        return replace(layout, router_LED=layout.router_LED.bfloat16().float())
-
-    made = exported(family, rounded, dtype="bfloat16")
+    made = exported(family, dtype="bfloat16")
     half = dense_of(family, dtype="bfloat16", load_dtype="bfloat16", **FAMILIES[family])
     require_rounded_as_masked(made.model, made.dense, half, made.layout, tokens_BT)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_both_targets_and_leading_dense_layers(family, exported, layout_of, tokens_BT):
-    def of_both(dense):
-        heads = head_layout(dense, active_experts=2)
-        heads.expert_of_neuron_LN[0] = -1
-        return layout_of(dense, dense_layers=1), heads
-
-    made = exported(family, of_both, num_hidden_layers=3)
+def test_both_targets_and_leading_dense_layers(family, exported, dense_of, layout_of, tokens_BT):
+    dense = dense_of(family, num_hidden_layers=3, **FAMILIES[family])
+    both = tuple(layout_of(dense, dense_layers=1, **split) for split in ({}, HEADS))
+    made = exported(family, both, num_hidden_layers=3)
     layers = made.record.verification["layers"]
     assert {layer.get("target", "ffn") for layer in layers} == {"ffn", "attention"}
     expected = masked_logits(made.dense, made.layout, tokens_BT)
@@ -112,8 +109,10 @@ def test_the_loss_of_one_of_several_batches_is_divided_by_the_tokens_of_all(expo
 
 
 def run_by_its_own_code(folder, cache, tokens_BT, expected):
-    """Where dotmoe cannot be imported."""
+    """Where dotmoe cannot be imported, and has not registered its classes."""
     sys.modules |= {name: None for name in sys.modules if name.split(".")[0] == "dotmoe"}
+    for registered in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        registered._extra_content.clear()
     dynamic_module_utils.HF_MODULES_CACHE = str(cache)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules.")

@@ -7,13 +7,15 @@ import torch
 
 from dotmoe.method.calibrate import block_inputs
 from dotmoe.method.masked import masked_by, unit_mask
-from heads.families import FAMILIES, head_layout
+from heads.families import FAMILIES, HEADS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_token_is_the_dense_model_without_its_idle_heads(family, dense_of, tokens_BT):
+def test_each_token_is_the_dense_model_without_its_idle_heads(
+    family, dense_of, layout_of, tokens_BT
+):
     dense = dense_of(family, num_hidden_layers=1, **FAMILIES[family])
-    layout, tokens = head_layout(dense, active_experts=2), tokens_BT[:1, :12]
+    layout, tokens = layout_of(dense, **HEADS), tokens_BT[:1, :12]
     layer, seen = dense.model.model.layers[0], []
     with layer.self_attn.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["hidden_states"][0]), with_kwargs=True
