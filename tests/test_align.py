@@ -179,6 +179,23 @@ def test_nothing_has_moved_at_the_first_step(dense, blocks, tmp_path):
     assert moved[0] == 0 < sum(moved)
 
 
+def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
+    ffn = dense.model.model.layers[0].mlp
+
+    def learned(checkpointing):
+        config, runs = replace(CONFIG, activation_checkpointing=checkpointing), []
+        folder = tmp_path / str(checkpointing)
+        folder.mkdir()
+        with ffn.register_forward_pre_hook(lambda *_: runs.append(True)):
+            (state,) = align(alignment(dense, blocks, config), folder)
+            return state, len(runs)
+
+    (kept, runs), (recomputed, more_runs) = learned(False), learned(True)
+    assert (runs, more_runs) == (2 * CONFIG.steps, 3 * CONFIG.steps)
+    assert torch.equal(kept.affinity_LNE, recomputed.affinity_LNE)
+    assert torch.equal(kept.router_LED, recomputed.router_LED)
+
+
 @pytest.mark.parametrize(("kl_weight", "passes"), [(2.0, 2), (0.0, 1)])
 def test_a_teacher_that_teaches_nothing_does_not_run(kl_weight, passes, dense, blocks):
     runs = []
