@@ -238,8 +238,8 @@ def table(result: Values) -> Table:
                 in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe")
             ),
         },
-        title=f"{result['runtime']} on {result['provenance']['hardware']}, {settings['threads']} "
-        f"threads, {settings['rounds']} rounds in turns",
+        title=f"{result['runtime']} on {result['provenance']['hardware']}, threads: "
+        f"{settings['threads']}, rounds in turns: {settings['rounds']}",
         note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the fastest steps; quartiles: of "
         "median times over rounds. ideal: bytes of weights read (decode) or multiply-adds "
         "(prefill), dense / MoE. peak memory: of the process on a CPU, allocated on a GPU. "
