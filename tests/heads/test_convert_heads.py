@@ -50,8 +50,8 @@ def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command):
     torch.testing.assert_close(loads.sum(dim=1), torch.full((2,), 2.0))
     assert command("report", run).status == 0
     said = (run / "7_report/report.md").read_text()
-    assert "12 experts of 8 neurons a layer, 3 run per token" in said
-    assert "4 experts of 1 query heads a layer, 2 run per token" in said
+    assert "12 experts of 8 neurons; 3 run per token" in said
+    assert "4 experts of 1 query heads; 2 run per token" in said
 
 
 def test_both_are_repaired(tiny_dense, text_file, command, tmp_path):

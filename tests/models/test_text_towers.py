@@ -73,7 +73,7 @@ def new_name(name):
 def test_the_text_model_converts_alone(kind, options, whole, layout_of, tokens_BT, tmp_path):
     folder, model = whole(kind, **options)
     dense = loaded(folder, dtype="float32")
-    assert dense.config.model_type == dense.family.model_type
+    assert dense.config.model_type == model.config.text_config.model_type
     assert dense.config.tie_word_embeddings == options.get("tied", False)
     expected = logits_of(model, tokens_BT)
     torch.testing.assert_close(logits_of(dense.model, tokens_BT), expected)
