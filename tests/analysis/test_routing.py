@@ -1,7 +1,9 @@
 """Routing of the masked model and its load. Oracle: the dense model with a mask, in NumPy."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,6 +96,9 @@ def test_outputs_of_all_chosen_experts_add_up_to_the_masked_ffn(dense, layout, t
 def test_statistics_of_a_load_written_out():
     loads = np.array([0.8, 0.6, 0.4, 0.2])
     found = load_statistics(torch.from_numpy(loads))
+    portion = loads / loads.sum()
+    entropy = -(portion * np.log(portion)).sum() / np.log(4)
+    assert found["entropy_normalised"] == pytest.approx(entropy)
     assert found["coefficient_of_variation"] == pytest.approx(np.std(loads) / np.mean(loads))
     assert (found["max_over_mean"], found["min_over_mean"]) == pytest.approx((1.6, 0.4))
     assert (found["dead_experts"], found["always_on_experts"]) == ([], [])
@@ -101,6 +106,14 @@ def test_statistics_of_a_load_written_out():
     assert found["coefficient_of_variation"] == pytest.approx(math.sqrt(E / K - 1))
     assert found["dead_experts"] == list(range(K, E))
     assert found["always_on_experts"] == list(range(K))
+    assert load_statistics(torch.ones(1))["entropy_normalised"] == 1  # beside a shared expert
+
+
+def test_the_experiment_on_loads_reads_statistics_that_are_measured():
+    experiment = Path(__file__).parents[2] / "experiments/fig_expert_utilization/experiment.toml"
+    read = re.findall(r"layer=row\)\.(\w+)", experiment.read_text(encoding="utf-8"))
+    assert "entropy_normalised" in read
+    assert set(read) <= set(load_statistics(torch.ones(4)))
 
 
 @pytest.mark.parametrize(

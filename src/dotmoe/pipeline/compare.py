@@ -178,7 +178,7 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
     for alike in groups.values():
         means: Row = {}
         for name, first in alike[0].items():
-            if isinstance(first, int | float):
+            if isinstance(first, int | float) and name != "seed":
                 mean = fmean(row[name] for row in alike)
                 means[name] = round(mean) if isinstance(first, int) else mean
         losses = [row["loss_above_dense"] for row in alike]

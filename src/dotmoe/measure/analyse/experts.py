@@ -68,9 +68,11 @@ def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
         `coefficient_of_variation`: standard deviation over experts / mean; 0 is even, and the
         maximum, `sqrt(E / k - 1)`, means the same k experts for every token. `dead_experts`: load
         below 1 % of the mean. `always_on_experts`: load above 95 %, only if the mean is below 75 %
-        (with k / E near 1 such loads are unavoidable).
+        (with k / E near 1 such loads are unavoidable). `entropy_normalised`: 1 is even.
     """
     average = float(share_E.mean())
+    portion_E = share_E / share_E.sum()
+    entropy = -float(torch.xlogy(portion_E, portion_E).sum())
     always = (share_E > 0.95).nonzero().flatten().tolist()
     return {
         "coefficient_of_variation": float(share_E.std(correction=0)) / average,
@@ -78,6 +80,7 @@ def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
         "min_over_mean": float(share_E.min()) / average,
         "dead_experts": (share_E < 0.01 * average).nonzero().flatten().tolist(),
         "always_on_experts": always if average < 0.75 else [],
+        "entropy_normalised": entropy / math.log(len(share_E)) if len(share_E) > 1 else 1.0,
     }
 
 
