@@ -151,7 +151,7 @@ class Checkpoints:
                 damage = str(error)
             if damage is not None:
                 raise UserError(
-                    f"{damage}. Delete {newest}: the run goes on from the one before it, if any."
+                    f"{damage}. Delete {newest}, and the run goes on from one before it, if any."
                 )
         return newest
 
