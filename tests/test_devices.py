@@ -79,7 +79,7 @@ def repaired(device, dense, blocks, *, layout, folder):
     folder = folder / device.type
     folder.mkdir()
     metrics = repair(dense(device), (layout,), blocks, config, folder=folder)
-    return {str(each["layer"]): each["trained_error"] for each in metrics["layers"]}, []
+    return {str(each["layer"]): each["heldout_error"] for each in metrics["layers"]}, []
 
 
 @pytest.mark.parametrize(("start", "solver", "split"), [

@@ -56,20 +56,22 @@ def test_the_products_of_a_step_are_those_that_pytorch_counts():
     assert found["backward"] == pytest.approx(backward.get_total_flops(), rel=0.02)
 
 
+@pytest.mark.parametrize("epochs", [0, 2])
 def test_the_products_of_a_repair_are_those_that_pytorch_counts(
-    dense_of, layout_of, tmp_path, monkeypatch
+    epochs, dense_of, layout_of, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(sparse, "runs_grouped", lambda *given: False)  # it counts no grouped ones
     dense = dense_of("llama", num_hidden_layers=3, hidden_size=64, intermediate_size=384)
     dense.model.set_attn_implementation("eager")  # computes the whole square
     layout = layout_of(dense, 6, active_experts=2)
     blocks = TokenBlocks(torch.arange(64 * 64).reshape(64, 64).int() % 100)
-    repairing = RepairConfig(repair_tokens=64 * 64, repair_epochs=2)
+    repairing = RepairConfig(repair_tokens=64 * 64, repair_epochs=epochs)
     with FlopCounterMode(display=False) as counter:
-        repair(dense, (layout,), blocks, repairing, folder=tmp_path)
+        record = repair(dense, (layout,), blocks, repairing, folder=tmp_path)
+    assert [layer["ridge"] is None for layer in record["layers"]] == [epochs > 0] * 3
     found = sizes(dense.config, experts=6, active_experts=2)
     width = 384
-    solutions = 3 * SOLUTIONS * width**2 * (width // 3 + 2 * 64)  # which PyTorch does not count
+    solutions = 3 * SOLUTIONS * width**2 * (width // 3 + 2 * 64) * (epochs == 0)  # not counted
     config = RunConfig(model="", out="", repair=True, repairing=repairing)
     work = Stages(found, replace(config, data=DataConfig(seq_len=64))).repair(HERE)
     assert sum(work[:3]) - solutions == pytest.approx(counter.get_total_flops(), rel=0.05)

@@ -185,15 +185,15 @@ class AlignConfig(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairConfig:
-    """Options of a repair: train the FFNs, then refit their W_down; refit W_O of attention."""
+    """Options of a repair: train the FFNs, or refit their W_down; refit W_O of attention."""
 
     repair_tokens: Annotated[int, at_least(1)] | None = None
     """Maximum number of training tokens that a repair is fitted to, drawn evenly over the text.
     Default: 40 for each input of a projection, such as a neuron of an FFN."""
     repair_epochs: Annotated[int, at_least(0)] = 2
     """Number of passes over these tokens that train all three projections of each FFN, layer by
-    layer, to the same end, before its W_down is refitted; 0: refit alone. Attention is only
-    refitted."""
+    layer, to the same end; 0: refit W_down alone, in closed form, as where held-out text gains
+    nothing from training. Attention is only refitted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

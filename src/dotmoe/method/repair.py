@@ -1,4 +1,4 @@
-"""Repair by layers: train the FFNs under the masks, then refit W_down and W_O in closed form."""
+"""Repair by layers: train the FFNs under the masks, or refit W_down or W_O in closed form."""
 
 import copy
 import math
@@ -52,6 +52,8 @@ SOLUTIONS = 4
 _TOKENS_AN_INPUT, HELD_OUT, _LARGEST_WEIGHT, _COLUMNS = 40, 8, 10.0, 2_048
 """Default tokens an input; one row of so many is held out; a token's largest weight; and columns
 of the Gram matrix that are summed at once on a GPU."""
+_SORTED_AT_ONCE = 1024
+"""Tokens that experts run on at once: a CPU gets memory for the rows of more anew each time."""
 BATCH, _MANY_TOKENS, _RATE, _WARMUP = 512, 50_000, 0.02, 0.1
 """Training: tokens per step (half of it on a text of fewer tokens than `_MANY_TOKENS`), peak
 learning rate as a share of a matrix's root mean square, and share of the steps that warm up."""
@@ -197,7 +199,7 @@ def train(problem: LayerProblem, epochs: int) -> tuple[dict[str, Tensor], float]
         return ((output_TD - target_TD).square().sum(1) * weight_T).sum()
 
     def heldout_error() -> float:
-        parts = torch.split(torch.arange(num, len(x_TD)), max(1, TOKENS_AT_ONCE // ranks))
+        parts = torch.split(torch.arange(num, len(x_TD)), max(1, _SORTED_AT_ONCE // ranks))
         return gathered(sum(float(error(rows_T)) for rows_T in parts))[0]  # ranks decide alike
 
     own = dict(problem.block.named_parameters())
@@ -276,14 +278,14 @@ def repair(
     folder: Path,
     on_progress: Update = no_update,
 ) -> dict[str, Any]:
-    """Refit W_down or W_O of each split layer, so that the masked model follows the dense one.
+    """Change FFNs or W_O of each split layer, so that the masked model follows the dense one.
 
     Two residual streams go through the layers side by side: the dense model's, and that of the
-    masked model as repaired so far. In each split FFN or attention, ridge regression changes the
-    output projection so that the second comes as close as it can to the first, token by token
-    relative to its size. Every 8th row of text is held out to choose the penalty. With
-    `repair_epochs`, Adam before it trains all projections of an FFN to the same end on the other
-    rows; a layer where held-out rows do not gain from that has the refit alone. A stopped process
+    masked model as repaired so far. In each split FFN or attention, weights change so that the
+    second comes as close as it can to the first, token by token relative to its size. In an FFN
+    Adam trains all projections, for `repair_epochs`. Ridge regression refits the output projection
+    of attention; and of FFNs without epochs, or where rows held out do not gain from the training.
+    Every 8th row of text is held out for that and to choose the penalty. A stopped process
     resumes after the finished layers, with the same result. Ranks divide the text and call this
     together. The weights of `dense` are in memory or on disk, and unchanged afterwards.
 
@@ -292,7 +294,7 @@ def repair(
 
     Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
     (and, with attention, each `target`) the `ridge`, None for no refit, and the `heldout_error`, a
-    share of that of the masked dense weights; after training alone it is the `trained_error`.
+    share of that of the masked dense weights.
     Raises a `UserError` if there is too little text, or ranks are more than neurons of an expert.
     """
     dense.require("memory", "disk")
@@ -348,10 +350,10 @@ def _solution(
         metrics["target"] = "attention"
     elif epochs:
         weights, error = train(problem, epochs)
-        metrics["trained_error"] = error
-        streams.use(weights)
-    output_DN, metrics["ridge"], share = refit(problem.output, *streams.equations(problem), near)
-    return weights | {problem.output_name: output_DN}, metrics | {"heldout_error": error * share}
+        if weights:
+            return weights, {"ridge": None, "heldout_error": error}
+    output_DN, ridge, error = refit(problem.output, *streams.equations(problem), near)
+    return {problem.output_name: output_DN}, metrics | {"ridge": ridge, "heldout_error": error}
 
 
 class _Streams:
@@ -456,10 +458,11 @@ class _Streams:
         norm = family.norm_after(layer, TARGETS["ffn"])
         routing = Routing(active_experts=layout.active_experts)
         sparse = SparseFFN(family.ffn(layer), layout, index, routing)
-        for part in self._parts:
-            output_BTD = norm(sparse(self._inputs_BTD[part].to(self._device)))
-            added_BTD = output_BTD * self._traits.multipliers.residual
-            self._converted.hidden_BTD[part] += added_BTD.cpu()
+        streams = (self._inputs_BTD, self._converted.hidden_BTD)
+        parts = zip(*(each.flatten(0, 1).split(_SORTED_AT_ONCE) for each in streams), strict=True)
+        for x_TD, hidden_TD in parts:
+            output_TD = norm(sparse(x_TD.to(self._device))) * self._traits.multipliers.residual
+            hidden_TD += output_TD.cpu()
 
     def _problem(
         self, index: int, target: Target, masking: Masking, layout: ExpertLayout

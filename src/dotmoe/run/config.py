@@ -44,8 +44,8 @@ class RunConfig:
     assignment: AssignmentConfig = field(default_factory=AssignmentConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     repair: bool = False
-    """After experts are chosen, fit each layer's output to the dense model's: refit W_down in
-    closed form, then train all projections of the FFN (`--repair-epochs`)."""
+    """After experts are chosen, fit each layer's output to the dense model's: train all projections
+    of the FFN, or refit W_down in closed form (`--repair-epochs 0`)."""
     repairing: RepairConfig = field(default_factory=RepairConfig)
     time: Annotated[str | None, HOW] = None
     """Longest time that the conversion may take on this machine, as 30m, 2h or 1d: the repair that

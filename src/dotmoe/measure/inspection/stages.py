@@ -208,18 +208,23 @@ class Stages:
         )
 
     def repair(self, machine: Accelerator) -> Work:
-        """Two streams, the masked one's FFN twice; training; Gram matrices and their solutions.
+        """Two streams, through the masked FFN by experts; training, or Gram matrices and solutions.
 
         A pass of training costs 7/3 forwards of the experts that run; the input needs no gradient.
         The sums are of one triangle, and on a CPU of the experts that run. Ranks divide the tokens.
         To train they divide the neurons, and exchange inputs and outputs.
         """
         sizes, width, ranks = self.sizes, self.sizes.widths.model, machine.ranks
-        tokens = -(-self.repair_tokens // ranks)
+        tokens, epochs = -(-self.repair_tokens // ranks), self.config.repairing.repair_epochs
         is_ffn, counts = sizes.split.target == "ffn", sizes.counts
         stream, tried = self.forward(machine, (2 + sizes.has_heads) * tokens), SOLUTIONS - 1
+        refitted = [
+            (split, n)
+            for split, n in zip(sizes.splits, sizes.repaired_inputs, strict=True)
+            if split.target == "attention" or not epochs
+        ]
         grams = 0
-        for split, n in zip(sizes.splits, sizes.repaired_inputs, strict=True):
+        for split, n in refitted:
             always, pairs, columns = n * split.shared_size // split.units, n**2 // 2, n
             if machine.on_cpu:
                 run = (n - always) * split.active_experts // split.num_experts
@@ -227,9 +232,9 @@ class Stages:
             grams += 2 * tokens * (pairs + columns * width)
         solutions = sum(
             (tried + 1) * n**2 * (n // 3 + 2 * width) + tried * 2 * n**2 * width
-            for n in sizes.repaired_inputs
+            for _, n in refitted
         )
-        trained = is_ffn * self.config.repairing.repair_epochs * tokens * (HELD_OUT - 1) // HELD_OUT
+        trained = is_ffn * epochs * tokens * (HELD_OUT - 1) // HELD_OUT
         split, device = sizes.split, torch.device("cpu" if machine.on_cpu else "cuda")
         active = split.active_experts / split.num_experts
         is_whole = whole_is_faster(device, torch.float32, active, split.expert_size)
@@ -238,15 +243,18 @@ class Stages:
         heldout = 2 * 2 * run * tokens // HELD_OUT * (trained > 0)
         passes = machine.efficiency.neurons * sizes.widths.ffn * sizes.moe_layers * FLOAT32
         updated = trained * counts.ffn_total // BATCH  # by all steps, on one rank
-        matrices = sizes.moe_layers * sum(2 * n**2 for n in sizes.repaired_inputs)
+        matrices = sizes.moe_layers * sum(2 * n**2 for _, n in refitted)
         training = a_pass * trained + heldout
         in_tf32 = machine.held == 2 and not machine.on_cpu  # at half the rate of bfloat16
-        once_more = is_ffn * int(2 * counts.ffn_total * split.active_fraction) * tokens
+        # The masked FFN runs whole for its Gram matrix, and once by its experts.
+        unseen = tokens * (trained > 0)
+        ffns = int(2 * counts.ffn_total * split.active_fraction) * tokens * is_ffn
+        ffns -= 2 * counts.ffn_total * unseen
         return stream._replace(
-            held=stream.held + once_more + in_tf32 * 2 * training,
+            held=stream.held + ffns + in_tf32 * 2 * training,
             single=sizes.moe_layers * grams + (not in_tf32) * training,
             double=sizes.moe_layers * solutions,
-            moved=stream.moved + trained * 3 * passes + ADAM_BYTES * updated,
+            moved=stream.moved + (trained * 3 - unseen) * passes + ADAM_BYTES * updated,
             exchanged=(ranks - 1) * (3 * FLOAT32 * width * sizes.moe_layers * trained)
             + 2 * (ranks - 1) * 2 * FLOAT32 * matrices // ranks,
         )

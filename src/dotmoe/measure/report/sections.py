@@ -210,7 +210,8 @@ def _weights(run: RunResults) -> str:
     if run.is_repaired:
         origin = "repair refitted the output projections of the experts"
         if target != "attention" and run.config["repairing"].get("repair_epochs"):
-            origin += " and trained all weights of the FFNs"
+            origin = "repair trained the FFNs"
+            origin += " and refitted the attention's output projections" * (target == "both")
         origin += "; everything else is the dense model's"
     elif run.is_finetuned:
         trained = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
