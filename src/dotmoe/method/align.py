@@ -29,7 +29,7 @@ from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
-from dotmoe.training.loop import ParameterGroup, named_range, require_trainable, train
+from dotmoe.training.loop import ParameterGroup, require_trainable, train
 
 
 class LearnedAssignment:
@@ -89,7 +89,6 @@ class LearnedAssignment:
             for name, (parameter, rate) in learned.items()
         ]
 
-    @named_range("assignment solve")
     def plan(self, tau: float) -> TransportPlan:
         """Solve the soft plan of this rank's layers."""
         start_lE, affinity_lNE = local_part(self.potential_LE) / tau, local_part(self.affinity_LNE)
@@ -97,7 +96,6 @@ class LearnedAssignment:
         self.potential_LE = self._divided(plan.potential.detach().double() * tau)
         return plan
 
-    @named_range("rounding")
     def rounded(self, plan: TransportPlan) -> Int[Tensor, "L N"]:
         """Hard assignment of all layers, the same on every rank."""
         return full_tensor(self._divided(greedy_assignment(plan.plan, capacity=self.capacity)))
@@ -114,8 +112,10 @@ class LearnedAssignment:
         masking.router_LED = self.routers_LED.unbind()
         if not self.config.learn_assignment:
             return {}
-        self.solved = plan = self.plan(tau)
-        before, assigned = masking.expert_of_neuron_LN, self.rounded(plan)
+        with torch.profiler.record_function("assignment solve"):
+            self.solved = plan = self.plan(tau)
+        with torch.profiler.record_function("rounding"):
+            before, assigned = masking.expert_of_neuron_LN, self.rounded(plan)
         masking.expert_of_neuron_LN = assigned
         nothing = torch.zeros((), device=assigned.device)  # expanding takes no memory
         self.plan_LNE = nothing.expand(self.affinity_LNE.shape).requires_grad_()
@@ -134,7 +134,7 @@ class LearnedAssignment:
         """Propagate the masks' gradients, summed over ranks, to affinities and routers."""
         if self.plan_LNE is not None and self.plan_LNE.grad is not None:
             assert self.solved is not None
-            with named_range("assignment gradient"):
+            with torch.profiler.record_function("assignment gradient"):
                 gradient_lNE = summed_rows(self.plan_LNE.grad, self.ranks)
                 torch.autograd.backward(self.solved.plan, gradient_lNE)
         if self.routers_LED.grad is not None:

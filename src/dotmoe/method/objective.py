@@ -12,7 +12,6 @@ from dotmoe.models.family import DenseModel, readout_of
 from dotmoe.models.scoring import hidden_states
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.folder import Metrics
-from dotmoe.training.loop import named_range
 from dotmoe.training.losses import Taught, distillation_loss, head_of, next_token_labels
 
 logger = logging.getLogger(__name__)
@@ -81,15 +80,15 @@ class Objective:
         """
         if not self.config.kl_weight:
             return None
-        with named_range("dense forward"), dense_only(), torch.no_grad():
+        with torch.profiler.record_function("dense forward"), dense_only(), torch.no_grad():
             return hidden_states(self.dense.model, tokens_BT).flatten(0, 1), None
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
         """eq:total_loss of a micro-batch (`loss`) and its terms; router losses sum over targets."""
         config = self.config
-        with named_range("student forward"), router_losses() as routers:
+        with torch.profiler.record_function("student forward"), router_losses() as routers:
             hidden_TD = hidden_states(self.dense.model, tokens_BT).flatten(0, 1)
-        with named_range("head and losses"):
+        with torch.profiler.record_function("head and losses"):
             total, kl, ce = distillation_loss(
                 hidden_TD,
                 taught,
@@ -106,7 +105,7 @@ class Objective:
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
         """Run the backward pass of a micro-batch; `is_last` marks the last one of the step."""
-        with named_range("backward"):
+        with torch.profiler.record_function("backward"):
             torch.autograd.backward(loss)
 
     def state(self) -> dict[str, Tensor]:

@@ -4,9 +4,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -33,27 +32,8 @@ ParameterGroup = dict[str, Any]
 Checkpoints use the same names. Either all parameters are plain tensors, equal on all ranks, or
 DTensors, of which a rank may hold no part."""
 
-_watch: ContextVar[Callable[[str], AbstractContextManager[Any]]]
-_watch = ContextVar("watch of named ranges", default=torch.profiler.record_function)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CHECKPOINT_SECONDS = 1800
-
-
-@contextmanager
-def named_range(name: str) -> Iterator[None]:
-    """Give what runs within this context a name, for PyTorch's profiler or `watching_ranges`."""
-    with _watch.get()(name):
-        yield
-
-
-@contextmanager
-def watching_ranges(watch: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Within this context, every named range runs inside `watch(name)`, not the profiler's."""
-    token = _watch.set(watch)
-    try:
-        yield
-    finally:
-        _watch.reset(token)
 
 
 class Task(Protocol):
