@@ -458,9 +458,9 @@ class _Streams:
         norm = family.norm_after(layer, TARGETS["ffn"])
         routing = Routing(active_experts=layout.active_experts)
         sparse = SparseFFN(family.ffn(layer), layout, index, routing)
-        streams = (self._inputs_BTD, self._converted.hidden_BTD)
-        parts = zip(*(each.flatten(0, 1).split(_SORTED_AT_ONCE) for each in streams), strict=True)
-        for x_TD, hidden_TD in parts:
+        rows = (self._inputs_BTD.flatten(0, 1), self._converted.hidden_BTD.flatten(0, 1))
+        parts = (torch.split(each_TD, _SORTED_AT_ONCE) for each_TD in rows)
+        for x_TD, hidden_TD in zip(*parts, strict=True):
             output_TD = norm(sparse(x_TD.to(self._device))) * self._traits.multipliers.residual
             hidden_TD += output_TD.cpu()
 
