@@ -1,4 +1,4 @@
-"""`dotmoe bench`: the speed of a dense model and of its MoE, compared with the ideal ratio."""
+"""`dotmoe bench`: the speed and the memory of a dense model and of its MoE."""
 
 import copy
 import math
@@ -8,12 +8,11 @@ import re
 import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Update, no_update
-from dotmoe.common.tables import Table, in_bytes, percent, table_of
+from dotmoe.common.tables import Table, in_bytes, table_of
 from dotmoe.common.worker import Worker
 from dotmoe.export.llama_cpp import Runtime
 from dotmoe.export.record import require_checksums
@@ -39,11 +38,7 @@ from dotmoe.run.folder import provenance
 PROTOCOL = (
     "Both models, each in its own process, are warmed up at each point and take turns in "
     "alternating order; every round starts from the same cache, with tokens drawn uniformly from "
-    "the vocabulary. Speeds and their ratio use the 0.1 quantile of the times of all steps. Ideal "
-    "ratio: ratio of the bytes of weights read (decode; with the distinct experts of independent, "
-    "uniform routing) or of the multiply-adds with weights (prefill), without attention over the "
-    "context, which costs the same in both. A share of the ideal above 100 % means that something "
-    "other than these limits the dense model."
+    "the vocabulary. Speeds and their ratio use the 0.1 quantile of the times of all steps."
 )
 
 QUANTILE = 0.1
@@ -90,7 +85,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
             workers.append(stack.enter_context(worker))
         models = [worker.ask("loaded") for worker in workers]
         _require_a_pair(config, *models)
-        points = _measured(config, workers, models, on_progress)
+        points = _measured(config, workers, on_progress)
     origin = provenance(config.seed) | {"threads": threads}
     if in_gguf:
         origin["versions"]["llama_cpp_python"] = version("llama_cpp_python")
@@ -126,9 +121,7 @@ def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
     in_context("context_tokens + decode_steps", decoded, context)
 
 
-def _measured(
-    config: BenchConfig, workers: list[Worker], models: list[Values], on_progress: Update
-) -> list[Values]:
+def _measured(config: BenchConfig, workers: list[Worker], on_progress: Update) -> list[Values]:
     done, total, results = 0, config.rounds * len(config.points), []
     for point in config.points:
         note = f"{point['name']}, batch {point['batch']}"
@@ -140,39 +133,20 @@ def _measured(
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
                 rounds[side].append(workers[side].ask("run"))
             on_progress(done := done + 1, total, note)
+        tokens = point["batch" if point["steps"] else "tokens"]
         dense, moe = [
-            _side(point, model["weights"], seconds) | {"peak_bytes": worker.ask("peak")}
-            for worker, model, seconds in zip(workers, models, rounds, strict=True)
+            {
+                "tokens_per_s": tokens / float(np.quantile(np.concatenate(seconds), QUANTILE)),
+                "peak_bytes": worker.ask("peak"),
+            }
+            for worker, seconds in zip(workers, rounds, strict=True)
         ]
-        work = "weight_bytes" if point["steps"] else "products_per_token"
-        ideal, ratio = dense[work] / moe[work], moe["tokens_per_s"] / dense["tokens_per_s"]
         ratios = {
-            "speed_ratio": ratio,
+            "speed_ratio": moe["tokens_per_s"] / dense["tokens_per_s"],
             "speed_ratio_quartiles": ratio_quartiles(*rounds),
-            "ideal_ratio": ideal,
-            "share_of_ideal": ratio / ideal,
         }
         results.append({"point": point, "dense": dense, "moe": moe, **ratios})
     return results
-
-
-def _side(point: Values, weights: Values, rounds: Rounds) -> Values:
-    """Speed of one model at one point, and what bounds it."""
-    head, fixed, expert = weights["head"], weights["fixed"], weights["expert"]
-    active, tokens = weights["active_experts"], point["batch" if point["steps"] else "tokens"]
-    touched = expected_experts(weights["experts"], active, tokens)
-    products = fixed["products"] + active * expert["products"]
-    return {
-        "tokens_per_s": tokens / float(np.quantile(np.concatenate(rounds), QUANTILE)),
-        "experts_touched": touched,
-        "weight_bytes": head["bytes"] + fixed["bytes"] + touched * expert["bytes"],
-        "products_per_token": products + head["products"] * point["batch"] / tokens,
-    }
-
-
-def expected_experts(num_experts: int, active_experts: int, tokens: int) -> float:
-    """Mean distinct experts per layer with independent, uniform routing: E (1 - (1 - k/E)^T)."""
-    return num_experts * (1 - (1 - active_experts / max(1, num_experts)) ** tokens)
 
 
 def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
@@ -232,8 +206,6 @@ def table(result: Values) -> Table:
             "MoE": lambda row: f"{row['moe']['tokens_per_s']:,.1f}",
             "ratio": lambda row: f"{row['speed_ratio']:.2f}",
             "quartiles": lambda row: "{:.2f}-{:.2f}".format(*row["speed_ratio_quartiles"]),
-            "ideal": lambda row: f"{row['ideal_ratio']:.2f}",
-            "of ideal": lambda row: percent(row["share_of_ideal"]),
             "peak memory": lambda row: " / ".join(
                 in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe")
             ),
@@ -241,45 +213,29 @@ def table(result: Values) -> Table:
         title=f"{result['runtime']} on {result['provenance']['hardware']}, threads: "
         f"{settings['threads']}, rounds in turns: {settings['rounds']}",
         note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the fastest steps; quartiles: of "
-        "median times over rounds. ideal: bytes of weights read (decode) or multiply-adds "
-        "(prefill), dense / MoE. peak memory: of the process on a CPU, allocated on a GPU. "
+        "median times over rounds. peak memory: of the process on a CPU, allocated on a GPU. "
         f"Break-even: {'. '.join(break_even(result['points']))}.",
     )
 
 
-def weights_of(tensors: Mapping[str, tuple[int, tuple[int, ...]]], active_experts: int) -> Values:
-    """Bytes of weights that a model reads, and multiply-adds that it computes, for a token.
+def weights_of(tensors: Mapping[str, tuple[int, Sequence[int]]], active_experts: int) -> Values:
+    """What identifies a model and its MoE, from tensors of Transformers or GGUF.
 
-    Only the chosen experts of a Mixture-of-Experts count. Caches, activations and attention over
-    the context are left out, because they are the same in both models.
-
-    `tensors` maps a name of Transformers or GGUF to bytes in memory and shape; `active_experts` is
-    k, 0 for a dense model.
+    `tensors` maps a name to bytes in memory and shape; `active_experts` is k, 0 for a dense model.
 
     Returns:
         Shape of the `embedding`; `stored_bytes` of all tensors; `experts` (E) and `active_experts`
-        (k) per layer; and `bytes` and `products` (multiply-adds per token) of the `head`, of the
-        other weights that always run, `fixed`, and of one `expert` of every layer.
+        (k) per layer.
     """
-    tied = next(name for name in tensors if re.search("embed_tokens|token_embd", name))
-    head = next((name for name in ("lm_head.weight", "output.weight") if name in tensors), tied)
-    routed = {name for name in tensors if re.search(r"\.experts\.|_exps\.", name)}
-    routed |= {name for name, (_, shape) in tensors.items() if len(shape) == 3}  # experts of heads
-    experts = max((tensors[name][1][0] for name in routed), default=0)
-
-    def used(names: Iterable[str], dims: int = 2, share: int = 1) -> Values:
-        group = [tensors[name] for name in names]
-        products = sum(prod(shape) for _, shape in group if len(shape) == dims)
-        return {"bytes": sum(size for size, _ in group) // share, "products": products // share}
-
+    embedding = next(name for name in tensors if re.search("embed_tokens|token_embd", name))
+    stacked = [  # experts; the kernel of a convolution has three dimensions, too
+        shape[0] for name, (_, shape) in tensors.items() if len(shape) == 3 and "conv" not in name
+    ]
     return {
-        "embedding": list(tensors[tied][1]),
+        "embedding": list(tensors[embedding][1]),
         "stored_bytes": sum(size for size, _ in tensors.values()),
-        "experts": experts,
+        "experts": max(stacked, default=0),
         "active_experts": active_experts,
-        "head": used([head]),
-        "fixed": used(tensors.keys() - routed - {head, tied}),
-        "expert": used(routed, 3, max(1, experts)),
     }
 
 
