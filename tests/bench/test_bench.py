@@ -19,8 +19,6 @@ from dotmoe.measure.bench import (
     TransformersRunner,
     bench,
     break_even,
-    forget_peak,
-    peak_bytes,
     ratio_quartiles,
     table,
 )
@@ -74,7 +72,7 @@ def test_checkpoints_and_gguf_files_are_measured(runtime, workers, pair, request
     assert names == [("prefill", 1), ("decode", 1), ("decode", 3)]
     for point in result["points"]:
         dense, moe = point["dense"], point["moe"]
-        assert all(side["tokens_per_s"] > 0 < side["peak_bytes"] for side in (dense, moe))
+        assert all(side["tokens_per_s"] > 0 for side in (dense, moe))
         assert point["speed_ratio"] == pytest.approx(moe["tokens_per_s"] / dense["tokens_per_s"])
     if not is_gguf:
         held = sum(weight.nbytes for weight in weights_of(pair / "dense").values())
@@ -174,16 +172,3 @@ def test_a_slow_spell_of_both_models_does_not_move_the_ratio_of_rounds():
     dense = [[2.0, 2.0], [20.0, 20.0], [4.0, 4.0]]
     moe = [[1.0, 1.0], [10.0, 10.0], [2.0, 2.0]]
     assert ratio_quartiles(dense, moe) == [2.0, 2.0]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the system tells no peak that can be reset")
-def test_a_peak_is_seen_and_forgotten():
-    forget_peak()
-    start = peak_bytes()
-    block = np.ones(64 << 20, dtype=np.uint8)
-    assert peak_bytes() - start > 60 << 20
-    del block
-    forget_peak()
-    if peak_bytes() - start > 60 << 20:
-        pytest.skip("this system does not let a process reset its peak")
-    assert peak_bytes() - start < 30 << 20

@@ -70,7 +70,7 @@ COMMANDS = {
         "Measure a model: perplexity, benchmark tasks, fidelity to the dense model, samples."
     ),
     "analyse": Command("Analyse a finished run: load and outputs of its experts."),
-    "bench": Command("Compare the speed and memory of a dense model and its MoE."),
+    "bench": Command("Compare the speed of a dense model and its MoE."),
     "report": Command("Write one page with everything that was measured on a run."),
 }
 """Commands by name; `dotmoe.cli.line` knows their options, `run_NAME` in `commands` runs each."""

@@ -1,15 +1,14 @@
-"""`dotmoe bench`: the speed and the memory of a dense model and of its MoE."""
+"""`dotmoe bench`: the speed of a dense model and of its MoE."""
 
 import copy
 import math
 import os.path
 import random
 import re
-import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from itertools import pairwise
@@ -43,7 +42,6 @@ PROTOCOL = (
 
 QUANTILE = 0.1
 """Quantile of the times of all steps that gives a speed: low, because machines are busy."""
-_CPU = torch.device("cpu")
 
 Rounds = Sequence[Sequence[float]]
 """Seconds of each step, by round."""
@@ -134,13 +132,10 @@ def _measured(config: BenchConfig, workers: list[Worker], on_progress: Update) -
                 rounds[side].append(workers[side].ask("run"))
             on_progress(done := done + 1, total, note)
         tokens = point["batch" if point["steps"] else "tokens"]
-        dense, moe = [
-            {
-                "tokens_per_s": tokens / float(np.quantile(np.concatenate(seconds), QUANTILE)),
-                "peak_bytes": worker.ask("peak"),
-            }
-            for worker, seconds in zip(workers, rounds, strict=True)
-        ]
+        dense, moe = (
+            {"tokens_per_s": tokens / float(np.quantile(np.concatenate(seconds), QUANTILE))}
+            for seconds in rounds
+        )
         ratios = {
             "speed_ratio": moe["tokens_per_s"] / dense["tokens_per_s"],
             "speed_ratio_quartiles": ratio_quartiles(*rounds),
@@ -206,15 +201,11 @@ def table(result: Values) -> Table:
             "MoE": lambda row: f"{row['moe']['tokens_per_s']:,.1f}",
             "ratio": lambda row: f"{row['speed_ratio']:.2f}",
             "quartiles": lambda row: "{:.2f}-{:.2f}".format(*row["speed_ratio_quartiles"]),
-            "peak memory": lambda row: " / ".join(
-                in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe")
-            ),
         },
         title=f"{result['runtime']} on {result['provenance']['hardware']}, threads: "
         f"{settings['threads']}, rounds in turns: {settings['rounds']}",
         note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the fastest steps; quartiles: of "
-        "median times over rounds. peak memory: of the process on a CPU, allocated on a GPU. "
-        f"Break-even: {'. '.join(break_even(result['points']))}.",
+        f"median times over rounds. Break-even: {'. '.join(break_even(result['points']))}.",
     )
 
 
@@ -262,7 +253,6 @@ class Runner(ABC):
 
         With 0 steps, prefill of the tokens is timed. Ids are uniform, the same for both models.
         """
-        forget_peak(self._device)
         ids, count = range(self.weights["embedding"][0]), batch * (tokens + steps)
         drawn = random.Random(self._seed).choices(ids, k=count)
         self._ids_BT = torch.tensor(drawn, device=self._device).view(batch, -1)
@@ -284,10 +274,6 @@ class Runner(ABC):
             compute()
             seconds.append(self._now() - began)
         return seconds
-
-    def peak(self) -> int:
-        """Peak memory since `prepare`, in bytes."""
-        return peak_bytes(self._device)
 
     @abstractmethod
     def _open(self) -> None:
@@ -377,24 +363,3 @@ class LlamaRunner(Runner):
                 for at, token in enumerate(row, start)
             ]
         )
-
-
-def peak_bytes(device: torch.device = _CPU) -> int:
-    """Peak memory in bytes since `forget_peak`, or since the start if the peak cannot be reset."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
-    peak = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
-    return int(peak[1]) * 1024 if peak else 0
-
-
-def forget_peak(device: torch.device = _CPU) -> None:
-    """Reset the peak to the memory that is held now, if the system allows it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -132,7 +132,7 @@ def _missing(run: RunResults, _: Values) -> Blocks:
         "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
         "generation": ("what both write after a prompt", [*beside, *asked, *out]),
         "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", folder]),
-        "bench": ("speed and memory, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
+        "bench": ("speed, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
     }
     if not run.is_finetuned and targets_of(run.splits) == "ffn":  # heads are not trained further
         again = ["dotmoe", "finetune", folder, f"{folder}-finetuned"]
