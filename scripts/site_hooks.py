@@ -1,28 +1,26 @@
 """Hooks of mkdocs, see mkdocs.yml.
 
 The site's first page is README.md. A file that a page links to outside of docs/ gets into the site,
-with its own links. The page on commands is made from the configs and their docstrings.
+with its own links. The page on commands shows their help texts.
 """
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 from unittest.mock import patch
 
-import docstring_parser
-import tyro
 from mkdocs.structure.files import File
 
 from dotmoe.cli import COMMANDS, run
-from dotmoe.common.options import Range, marked_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:)[^)#\s]+|(?<=src=\")[^\"]+\.svg")
 COMMANDS_GO_HERE = "<!-- commands -->"
+CODE_COLUMNS = 84
+"""Characters of a line of code that fit into the site; see site.css."""
 CODE_OF_CELL = re.compile(r"<code>[^<]{24,}</code>(?=[^\n]*</td>)")
 PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
 
@@ -62,9 +60,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let links lead to the site's addresses, and put the commands in."""
     uri = page.file.src_uri
     if COMMANDS_GO_HERE in markdown:
-        shown = set[str]()
-        sections = "\n\n".join(command_text(name, shown) for name in COMMANDS)
-        markdown = markdown.replace(COMMANDS_GO_HERE, sections)
+        markdown = markdown.replace(COMMANDS_GO_HERE, "\n\n".join(map(command_text, COMMANDS)))
 
     def address(link: re.Match[str]) -> str:
         return os.path.relpath(address_of(target_of(uri, link[0])), os.path.dirname(uri) or ".")
@@ -83,54 +79,9 @@ def on_page_content(html: str, **_: Any) -> str:
     return CODE_OF_CELL.sub(lambda code: re.sub(r"(?<=\w[._/])(?=\w)", "<wbr>", code[0]), html)
 
 
-def command_text(name: str, shown: set[str]) -> str:
-    """Section on a command: tables of its options, from the config that its parser is given.
-
-    Tables of nested configs that are shown already are only named.
-    """
-    with patch("tyro.cli", side_effect=SystemExit) as parser, suppress(SystemExit):
+def command_text(name: str) -> str:
+    """Section on a command: what `--help-all` prints."""
+    width = patch("dotmoe.cli.line._HELP_COLUMNS", CODE_COLUMNS)
+    with width, redirect_stdout(StringIO()) as printed, suppress(SystemExit):
         run([name, "--help-all"])
-    default = parser.call_args.kwargs.get("default")
-    parts, known = [f"## dotmoe {name}", COMMANDS[name].help], list[str]()
-    for key, table in options_of(parser.call_args.args[0], default):
-        if table in shown:
-            known.append(f"`{key}`")
-        else:
-            parts += [f"### `{key}` {{ #{name}-{key} }}"] * bool(key) + [table]
-        shown.add(table)
-    parts += [f"{', '.join(known)}: as above."] * bool(known)
-    return "\n\n".join(parts)
-
-
-def options_of(cls: Any, default: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Key and table of a config's options, then those of the configs in it."""
-    bases = [base for base in reversed(cls.__mro__) if is_dataclass(base)]
-    parsed = [p for base in bases for p in docstring_parser.parse_from_object(base).params]
-    texts = {p.arg_name: p.description for p in parsed if p.description}
-    rows = ["| option | default | what it does |", "| --- | --- | --- |"]
-    nested = list[tuple[str, str]]()
-    for field, (name, kind, marks) in zip(fields(cls), marked_fields(cls), strict=True):
-        value = getattr(default, name) if default is not None else field.default
-        if value is MISSING and field.default_factory is not MISSING:
-            value = field.default_factory()
-        if is_dataclass(kind):
-            nested += options_of(kind, value, f"{key}{name}")
-        elif tyro.conf.Suppress not in marks:
-            place = next((m.metavar for m in marks if getattr(m, "metavar", None)), None)
-            shown = place or f"--{name.replace('_', '-')}"
-            rows.append(option_row(shown, kind, value, marks, texts.get(name) or ""))
-    if len(rows) > 2:
-        yield key, "\n".join(rows)
-    yield from nested
-
-
-def option_row(shown: str, kind: Any, value: Any, marks: Any, text: str) -> str:
-    """Row of a table: the option, its default, and what it does with its choices and range."""
-    choices = [c for k in (kind, *get_args(kind)) if get_origin(k) is Literal for c in get_args(k)]
-    said = [" ".join(text.split())]
-    said += [f"One of {', '.join(f'`{c}`' for c in choices)}."] * bool(choices)
-    said += [f"Range: {mark.words}." for mark in marks if isinstance(mark, Range)]
-    is_given = value not in (None, MISSING, tyro.MISSING, (), "")
-    given = " ".join(map(str, value)) if isinstance(value, tuple) else value
-    cells = (f"`{shown}`", f"`{given}`" if is_given else "", " ".join(said))
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"## dotmoe {name}\n\n```\n{printed.getvalue()}```"
