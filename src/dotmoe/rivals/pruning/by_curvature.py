@@ -42,8 +42,6 @@ from dotmoe.rivals.pruning.contract import (
 )
 
 SHOTS = 40
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of maps of a block that read the same input."""
 
 Pair = tuple[Tensor, Tensor]
 """A pair for a map's columns and rows, in this order: factors A and G, costs, or kept masks."""
@@ -133,9 +131,7 @@ def require_memory(dense: DenseModel, device: torch.device) -> None:
     sizes = [size for each in maps for size in _sizes(each)]
     # All factors, three float64 copies of the largest, and the model.
     weights = sum(each.nbytes for each in dense.model.parameters())
-    read = {key: _sizes(each)[0] for each, key in _inputs(dense.family.layers(dense.model)).items()}
-    factors = [*read.values(), *(each.out_features for each in maps)]
-    needed = 4 * sum(size**2 for size in factors) + 24 * max(sizes) ** 2 + weights
+    needed = 4 * sum(size**2 for size in sizes) + 24 * max(sizes) ** 2 + weights
     held = memory_of(device)
     if needed > held:
         raise UserError(
@@ -145,23 +141,18 @@ def require_memory(dense: DenseModel, device: torch.device) -> None:
 
 
 def curvature(inputs: PruneInputs) -> list[Pair]:
-    """Factors A and G of all maps of the decoder layers, float32, by one backward pass a window.
-
-    Maps that read the same input have one tensor A.
-    """
-    sums, shared = dict[nn.Linear, Pair](), dict[Any, tuple[nn.Linear, Tensor]]()
-    for each, key in _inputs(inputs.layers).items():
-        reads, writes = (torch.zeros(n, n, device=inputs.dense.device) for n in _sizes(each))
-        sums[each] = shared.setdefault(key, (each, reads))[1], writes
-    adding = {first for first, _ in shared.values()}
+    """Factors A and G of all maps of the decoder layers, float32, by one backward pass a window."""
+    sums = dict[nn.Linear, Pair]()
+    for each in linears_of(inputs.layers):
+        reads_II, slopes_OO = (torch.zeros(n, n, device=inputs.dense.device) for n in _sizes(each))
+        sums[each] = reads_II, slopes_OO
 
     def see(linear: Any, arguments: tuple[Tensor, ...], output: Any) -> None:
         output.register_hook(partial(add, linear, arguments[0].detach()))
 
     def add(linear: nn.Linear, x: Tensor, slope: Tensor) -> None:
         x = F.pad(x, (0, int(linear.bias is not None)), value=1.0)
-        pairs = [*zip(sums[linear], (x, slope), strict=True)]
-        for moment, values in pairs if linear in adding else pairs[1:]:
+        for moment, values in zip(sums[linear], (x, slope), strict=True):
             values_TX = values.flatten(0, -2).float()
             moment.addmm_(values_TX.T, values_TX)
 
@@ -173,17 +164,6 @@ def curvature(inputs: PruneInputs) -> list[Pair]:
             work.enter_context(each.register_forward_hook(see))
         backward(replace(inputs, on_progress=no_update), rows=1, of_weights=False)
     return list(sums.values())
-
-
-def _inputs(layers: nn.Module) -> dict[nn.Linear, Any]:
-    """A key of the input of each linear map, the same for maps that read the same input."""
-    keys = dict[nn.Linear, Any]()
-    for name, each in layers.named_modules():
-        if isinstance(each, nn.Linear):
-            place, _, own = name.rpartition(".")
-            names = next((names for names in _TOGETHER if own in names), own)
-            keys[each] = place, names, _sizes(each)[0]
-    return keys
 
 
 def _sizes(linear: nn.Linear) -> tuple[int, int]:
