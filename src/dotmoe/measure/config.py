@@ -240,9 +240,7 @@ class InspectConfig(RunConfig):
     gpu: Literal[None, "a100", "h100", "h200", "b200", "l40s"] = None
     """GPU type to plan for. Default: this machine, and every known type."""
     gpus: Annotated[int, at_least(1)] | None = None
-    """GPUs per node. Default: 1 and 8."""
-    nodes: Annotated[int, at_least(1)] = 1
-    """Number of nodes with that many GPUs each, joined by InfiniBand."""
+    """Number of GPUs, on one node. Default: 1 and 8."""
     json: bool = False
     """Print JSON instead of tables, with the items that each size is the sum of, and all ways to
     run that were compared."""

@@ -57,8 +57,7 @@ def inspect_model(
     own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
     for name in [options.gpu] if options.gpu else ACCELERATORS:
         for gpus in [options.gpus] if options.gpus else (1, 8):
-            machine = ACCELERATORS[name].computing_in(own)
-            machines.append(replace(machine, gpus=gpus, nodes=options.nodes))
+            machines.append(replace(ACCELERATORS[name].computing_in(own), gpus=gpus))
     chosen = list[str]()
     if options.time:
         options, why = chosen_in_time(options, machines[0])

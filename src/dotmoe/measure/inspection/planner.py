@@ -30,8 +30,6 @@ HOST_BYTES_PER_S, HOST_LINK_BYTES_PER_S = 100e9, 25e9
 """Rates, per GPU, of a host's memory and of its link to the GPU, assumed."""
 LINK_SHARE = 0.7
 """Share of a link's rate that collectives are assumed to reach."""
-MOST_GPUS = 1_024
-"""Largest number of GPUs that is tried."""
 
 
 class Efficiency(NamedTuple):
@@ -59,9 +57,8 @@ class Accelerator:
     """A machine to plan for: this one, measured, or a GPU type as its vendor describes it.
 
     Rates are those of matrix products in `dtype` (measured on large ones, or the dense tensor-core
-    peak), in float32 and float64 (0: as in `dtype`), and of memory reads and writes. Link rates are
-    for one direction: to the other GPUs of its node (NVLink, or PCIe), and to other nodes (its
-    share of the node's InfiniBand).
+    peak), in float32 and float64 (0: as in `dtype`), and of memory reads and writes; that of a link
+    to the other GPUs (NVLink, or PCIe) is for one direction.
     """
 
     name: str
@@ -72,23 +69,15 @@ class Accelerator:
     bytes_per_s: float
     memory_bytes: int = 0
     link_bytes_per_s: float = 0
-    network_bytes_per_s: float = 0
     on_cpu: bool = False
     origin: str = "quoted"
     gpus: int = 1
-    """Number of such devices on each node."""
-    nodes: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """Number of devices on all nodes."""
-        return self.gpus * self.nodes
+    """Number of such devices on its node."""
 
     @property
     def place(self) -> dict[str, Any]:
         """Which devices these are, as JSON values."""
-        place = {"gpu": self.name, "gpus": self.gpus, "nodes": self.nodes}
-        return {**place, "origin": self.origin}
+        return {"gpu": self.name, "gpus": self.gpus, "origin": self.origin}
 
     @property
     def efficiency(self) -> Efficiency:
@@ -104,10 +93,7 @@ class Accelerator:
     @property
     def link(self) -> float:
         """Bytes per second that a collective between GPUs is assumed to reach."""
-        # Between nodes all GPUs of a node receive for each other, so their links add up.
-        between_nodes = self.gpus * self.network_bytes_per_s
-        network = between_nodes if self.nodes > 1 else self.link_bytes_per_s
-        return LINK_SHARE * min(self.link_bytes_per_s, network)
+        return LINK_SHARE * self.link_bytes_per_s
 
     @property
     def held(self) -> Literal[2, 4]:
@@ -124,18 +110,17 @@ ACCELERATORS = {
         bytes_per_s=rate * 1e12,
         memory_bytes=memory * 10**9,
         link_bytes_per_s=link * 1e9,
-        network_bytes_per_s=network * 1e9,
     )
-    for name, tflops, single, double, memory, rate, link, network in (
-        ("a100", 312, 19.5, 19.5, 80, 2.039, 300, 25),
-        ("h100", 989, 67, 67, 80, 3.35, 450, 50),
-        ("h200", 989, 67, 67, 141, 4.8, 450, 50),
-        ("b200", 2_250, 75, 37, 180, 8, 900, 50),
-        ("l40s", 362, 91.6, 1.4, 48, 0.864, 32, 25),
+    for name, tflops, single, double, memory, rate, link in (
+        ("a100", 312, 19.5, 19.5, 80, 2.039, 300),
+        ("h100", 989, 67, 67, 80, 3.35, 450),
+        ("h200", 989, 67, 67, 141, 4.8, 450),
+        ("b200", 2_250, 75, 37, 180, 8, 900),
+        ("l40s", 362, 91.6, 1.4, 48, 0.864, 32),
     )
 }
 """GPU types by vendors' data: TFLOP/s in bfloat16, float32 and float64; GB of memory, its TB/s, and
-GB/s of links and network."""
+GB/s of links."""
 
 
 def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Accelerator:
@@ -256,10 +241,9 @@ def plan(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
 
     `choices` are the ways to run at the largest micro-batch: whole weights, sharded ones, both with
     checkpointing, and on a GPU with what is trained on the host, too. `recommended` is the fastest
-    that fits, or an earlier one that is as fast; if none fits it is None, as are the hours, and
-    `gpus_needed` is how many GPUs would do.
+    that fits, or an earlier one that is as fast; if none fits it is None, as are the hours.
     """
-    ranks, choices = machine.ranks, []
+    ranks, choices = machine.gpus, []
     step = replace(step, held=machine.held, on_cpu=machine.on_cpu)
     can_offload = step.train == "everything" and not machine.on_cpu
     ways = [*product((False,), (False, True), (False, True)[: min(2, ranks)])]
@@ -273,14 +257,11 @@ def plan(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
     fitting = [choice for choice in choices if choice["fits"]]
     best = max((choice["tokens_per_s"] for choice in fitting), default=0)
     chosen = next((each for each in fitting if each["tokens_per_s"] >= AS_FAST * best), None)
-    least = replace(step, sharded=True, checkpointing=True, offload=can_offload)
-    enough = (n for n in range(1, MOST_GPUS + 1) if most_at_once(replace(least, ranks=n), machine))
     hours = None if chosen is None else tokens / chosen["tokens_per_s"] / 3_600
     return {
         **machine.place,
         "choices": choices,
         "recommended": chosen,
-        "gpus_needed": next(enough, None) if chosen is None else None,
         "hours": hours,
         "gpu_hours": None if hours is None else hours * ranks,
     }

@@ -90,7 +90,7 @@ class Step:
     checkpointing: bool = False
     """Keep only each layer's input, and compute the layer again in the backward."""
     ranks: int = 1
-    """Number of GPUs, over all nodes."""
+    """Number of GPUs."""
     sharded: bool = False
     """Each GPU keeps a part of every dense weight."""
     offload: bool = False

@@ -161,7 +161,7 @@ class Stages:
 
         What ranks divide for the start from data, rank zero reads from disk in its own stages.
         """
-        weights, ranks = machine.held * self.sizes.counts.dense_total, machine.ranks
+        weights, ranks = machine.held * self.sizes.counts.dense_total, machine.gpus
         is_whole = ranks == 1 or machine.on_cpu or weights <= LARGEST_SHARE * machine.memory_bytes
         if is_whole or "dense weights" not in items:
             return items
@@ -214,7 +214,7 @@ class Stages:
         The sums are of one triangle, and on a CPU of the experts that run. Ranks divide the tokens.
         To train they divide the neurons, and exchange inputs and outputs.
         """
-        sizes, width, ranks = self.sizes, self.sizes.widths.model, machine.ranks
+        sizes, width, ranks = self.sizes, self.sizes.widths.model, machine.gpus
         tokens, epochs = -(-self.repair_tokens // ranks), self.config.repairing.repair_epochs
         is_ffn, counts = sizes.split.target == "ffn", sizes.counts
         stream, tried = self.forward(machine, (2 + sizes.has_heads) * tokens), SOLUTIONS - 1
@@ -298,7 +298,7 @@ class Stages:
         units = sizes.widths.layers * sum(split.units for split in sizes.splits)
         yield "extraction", Work(), {}, FLOAT32 * (units + sizes.counts.routers)
         if self.repair_tokens:
-            memory = repair_memory(sizes, -(-self.repair_tokens // machine.ranks), held)
+            memory = repair_memory(sizes, -(-self.repair_tokens // machine.gpus), held)
             copies = 3 if config.repairing.repair_epochs else 1
             written = sizes.stored.itemsize * sizes.repaired * copies
             yield "repair", self.repair(machine), memory, written

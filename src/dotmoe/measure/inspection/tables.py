@@ -140,9 +140,7 @@ def _plans(run: Values, plans: list[Values]) -> Table:
             time = in_time(plan["hours"])
             rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])
         else:
-            needed = plan["gpus_needed"] if plan["origin"] != "measured" else None
-            why = f"needs {needed} of them" if needed else "does not fit"
-            rows.append([_machine(plan), why, *[""] * 5])
+            rows.append([_machine(plan), "does not fit", *[""] * 5])
     task = plans[0]["task"]
     name = {"align": "alignment", "finetune": "optional finetuning"}[task]
     return Table(
@@ -155,8 +153,7 @@ def _plans(run: Values, plans: list[Values]) -> Table:
 
 
 def _machine(plan: Values) -> str:
-    """`8 x H100`, or `2 x 8 x H100` on two nodes, or this machine."""
+    """`8 x H100`, or this machine."""
     if plan["origin"] == "measured":
         return str(plan["gpu"])
-    nodes = f"{plan['nodes']} x " if plan["nodes"] > 1 else ""
-    return f"{nodes}{plan['gpus']} x {plan['gpu'].split()[0]}"
+    return f"{plan['gpus']} x {plan['gpu'].split()[0]}"
