@@ -60,7 +60,7 @@ REFUSED = {
     "evaluate --txt TEXT": "Did you mean --text",
     "analyse --onyl x": "Did you mean --only",
     "bench --round 3": "Did you mean --rounds",
-    "report --ot x": "Did you mean --out",
+    "report RUN --out x": "--out is no option of dotmoe report. It is one of dotmoe ",
     "compare --method cmoe": "--method is no option of dotmoe compare. It is one of .*convert",
     "inspect embedded --steps": "--steps has no value",
     "convert embedded OUT -data TEXT": "Did you mean --data",

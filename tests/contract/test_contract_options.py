@@ -43,7 +43,7 @@ def test_commands_and_options_with_their_defaults(golden, monkeypatch, capsys):
     overview = helped([], monkeypatch, capsys)
     commands = re.findall(r"^  (\w+) ", overview, re.MULTILINE)
     found = {name: options_in(helped([name], monkeypatch, capsys)) for name in commands}
-    assert all(found[name] for name in commands)
+    assert [name for name in commands if not found[name]] == ["report"]
     assert found == golden("options", found)
 
 

@@ -118,7 +118,4 @@ def run_bench(config: measuring.BenchConfig) -> None:
 
 
 def run_report(config: measuring.ReportConfig) -> None:
-    folder, out = Path(config.run), Path(config.out) if config.out else None
-    if out and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise UserError(f"--out {out} is not a file in an existing folder. Name one, as a.html.")
-    print(page.html_report(folder, out))
+    print(page.html_report(Path(config.run)))

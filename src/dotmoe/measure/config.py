@@ -251,6 +251,4 @@ class ReportConfig:
     """One page on what a conversion lost and gained."""
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
-    """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
-    out: str | None = None
-    """File to write the page to. Default: `7_report/report.html` in RUN."""
+    """Folder of a finished `dotmoe convert` or `dotmoe finetune`; the page is in `7_report`."""

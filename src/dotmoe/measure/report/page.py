@@ -33,26 +33,21 @@ _TEMPLATES.filters |= {
 }
 
 
-def html_report(run: Path, page: Path | None = None) -> Path:
-    """Write the HTML page of a run; return its path.
+def html_report(run: Path) -> Path:
+    """Write a run's `7_report/report.html`, and Markdown next to it; return the page's path.
 
-    Without `page` it writes `7_report/report.html`, and Markdown next to it. Raises a `UserError`
-    for an unfinished run or a damaged result file.
+    Raises a `UserError` for an unfinished run or a damaged result file.
     """
-    results, file = RunResults(run), page or run / STAGES["report"] / "report.html"
+    results, file = RunResults(run), run / STAGES["report"] / "report.html"
     text = html(results)
     file.parent.mkdir(exist_ok=True)
     file.write_text(text, encoding="utf-8")
-    if page is None:
-        file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+    file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
     return file
 
 
 def html(run: RunResults) -> str:
-    """The report as one HTML page that loads nothing.
-
-    Raises a `UserError` if a result file lacks a value that the page shows.
-    """
+    """The report as one HTML page that loads nothing."""
     shown, picture = _shown(run), b""
     if is_installed():
         picture = quality_svg(run.models, run.results["parameters"], run.files.get("curve"))

@@ -177,8 +177,7 @@ def sections(run: RunResults) -> dict[str, Blocks]:
     blocks: dict[str, Blocks] = {}
     for title, file, make in SECTIONS:
         if not file or file in run.files:
-            with run.reading(f"6_evaluate/{file}.json" if file else "6_evaluate"):
-                blocks[title] = make(run, run.files.get(file, {}))
+            blocks[title] = make(run, run.files.get(file, {}))
     return {title: section for title, section in blocks.items() if section}
 
 
