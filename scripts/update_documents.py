@@ -166,45 +166,14 @@ def main() -> int:
 
 # --- what documents call
 
-METHODS = {
-    "dot_moe": "dotmoe",
-    "random_split": "random",
-    "contiguous_split": "neighbours as stored",
-    "by_energy": "by energy",
-    "static_pruning": "static pruning",
-    "weight_clusters": "weight clusters (MoEfication)",
-    "co_activation": "co-activation (MoEfication)",
-    "lte": "LTE, dense weights kept",
-    "llama_moe_v2": "LLaMA-MoE v2",
-    "llama_moe_v2_residual": "LLaMA-MoE v2, residual",
-    "expert_weaver": "ExpertWeaver",
-    "cmoe": "CMoE",
-    "magnitude_2_4": "magnitude, 2:4",
-    "wanda_2_4": "Wanda, 2:4",
-    "sparsegpt_2_4": "SparseGPT, 2:4",
-    "pruner_zero_2_4": "Pruner-Zero, 2:4",
-    "slicegpt": "SliceGPT",
-    "llm_pruner": "LLM-Pruner",
-    "modegpt": "MoDeGPT",
-    "disp_llm": "DISP-LLM",
-    "k_obd": "K-OBD",
-    "llm_surgeon": "LLM Surgeon",
-    "shortgpt": "ShortGPT",
-    "sleb": "SLEB",
-}
 SIMULATED = {"assignment": "align", "everything": "finetune", "repair": "repair"}
 PARTS = {
     "the paper's recipe": "DOT-MoE (paper), aligned",
     "our start, weights as they are": "dotmoe, frozen",
-    "repaired, nothing always on": "dotmoe, repaired, nothing always on",
     "repaired": "dotmoe, repaired by the refit alone",
-    "repaired on four times the tokens, experts of 16": "the same, more tokens, experts of 16",
     "repaired, then finetuned": "dotmoe, repaired and finetuned",
-    "the refit alone": "refit of W_down alone",
-    "trained behind it, 3 passes": "3 passes of training after it",
-    "trained, 2 passes of twice the text": "2 passes on twice the text",
 }
-"""Names of rows in documents, where files have other ones."""
+"""Rows of the paper's recipe and of dotmoe, which the file names otherwise."""
 PAPER_TOKENS = 3_500 * 64 * 2_048
 """Tokens of the paper's alignment."""
 
@@ -229,7 +198,7 @@ def compared(rows: Iterable[Any]) -> list[Any]:
     """
     dense, *rest = (Record(row) for row in compare.over_seeds(rows))
     for row in rest:
-        row["name"], row["dense"] = METHODS.get(row.value, row.value), dense
+        row["name"], row["dense"] = row.value.replace("dot_moe", "dotmoe"), dense
         row["score"] = score(row.tasks)
         row["times"] = math.exp(row.loss_above_dense)
         row["other_times"] = (
