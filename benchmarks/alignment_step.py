@@ -1,4 +1,4 @@
-"""Speed and memory of one alignment step, against a lower bound and a dense training step.
+"""Speed and memory of one alignment step, beside a dense training step.
 
     python benchmarks/alignment_step.py                          # a small model, CPU, minutes
     python benchmarks/alignment_step.py --preset qwen25_7b       # 7B widths, one GPU
@@ -20,27 +20,17 @@ from unittest.mock import patch
 import torch
 import tyro
 
-from dotmoe.measure.inspection.planner import Accelerator, products, seconds
-from dotmoe.measure.inspection.sizes import Sizes, step_memory
-from dotmoe.measure.inspection.sizes import Step as PlannedStep
 from dotmoe.method.align import Alignment
 from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
 from dotmoe.method.router import dense_only, router_losses
-from dotmoe.models.family import TARGETS, DenseModel, meta_model
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, parameters_of
-from random_models import (
-    QWEN25_7B,
-    ROUTER_LOGIT_STD,
-    Shape,
-    llama_config,
-    random_dense,
-    random_tokens,
-)
+from random_models import QWEN25_7B, ROUTER_LOGIT_STD, Shape, random_dense, random_tokens
 from rounds import Clock, in_turns, keep, medians, rates, ratio
 
 AFFINITY_STD = 0.3
@@ -88,33 +78,6 @@ class Subject:
         shape = replace(self.shape, context=max(self.shape.context, self.seq_len))
         dtype = getattr(torch, self.dtype)
         return random_dense(shape, dtype=dtype, device=self.device, seed=seed)
-
-    def planned(self, *, checkpointing: bool = False) -> PlannedStep:
-        """The step as the estimates of `dotmoe inspect` describe it."""
-        model, dtype = meta_model(llama_config(self.shape)), getattr(torch, self.dtype)
-        return PlannedStep(
-            sizes=Sizes(model, (self.split,), stored=dtype, written=dtype),
-            batch_size=self.batch,
-            seq_len=self.seq_len,
-            micro_batch_size=self.micro_batch,
-            held=dtype.itemsize,
-            on_cpu=self.device == "cpu",
-            checkpointing=checkpointing,
-        )
-
-    def predicted(self, found: dict[str, Any], *, checkpointing: bool = False) -> dict[str, Any]:
-        """Predicted seconds (from the rates in `found`) and bytes (from the shape) of a step."""
-        step = self.planned(checkpointing=checkpointing)
-        speed = Accelerator(
-            name="here",
-            flops_per_s=found["matmul_flops_per_s"],
-            bytes_per_s=found["copy_bytes_per_s"],
-            on_cpu=step.on_cpu,
-        )
-        return {
-            "predicted_s": seconds(step, speed),
-            "predicted_bytes": sum(step_memory(step).values()),
-        }
 
 
 SMALL = Subject(
@@ -310,39 +273,26 @@ def trained_step(step: Step, at_once: int) -> float:
 def summary(record: dict[str, Any], subject: Subject) -> dict[str, Any]:
     """Medians over rounds of seconds and of the ratios within each round."""
     rounds = record["steps"]
-    unavoidable = sum(products(subject.planned()).values())
     plain, again, dense_s = ([one["step"] for one in rounds[n]] for n in (*NAMES, "dense training"))
-    here, parts = medians(rounds["rates"]), medians(rounds["alignment"])
-    step_s, tokens = parts.pop("step"), subject.batch * subject.seq_len
+    parts, tokens = medians(rounds["alignment"]), subject.batch * subject.seq_len
+    step_s = parts.pop("step")
     of_assignment = sum(parts[name] for name in OF_ASSIGNMENT)
     added = {name: [one[name] for one in rounds["alignment"]] for name in OF_ADDED}
     added["straight-through"] = [record["straight_through_s"]] * len(plain)
     added["all"] = [sum(each) for each in zip(*added.values(), strict=True)]
-    bounds = [unavoidable / one["matmul_flops_per_s"] for one in rounds["rates"]]
-    found = {
+    return {
         "tokens": tokens,
         "step_s": step_s,
         "tokens_per_s": tokens / step_s,
         "parts_s": parts,
-        **here,
-        "unavoidable_flops": unavoidable,
-        "share_of_lower_bound": ratio(bounds, plain),
+        **medians(rounds["rates"]),
         "dense_training_step_s": median(dense_s),
         "ratio_to_dense_training": ratio(plain, dense_s),
         "added_over_dense_training": {name: ratio(each, dense_s) for name, each in added.items()},
         "checkpointing_ratio": ratio(again, plain),
         "assignment_share": of_assignment / step_s,
         "method_share": (of_assignment + record["straight_through_s"]) / step_s,
-        "planned": {},
     }
-    for name, taken in zip(NAMES, (plain, again), strict=True):
-        predicted = subject.predicted(here, checkpointing=NAMES[name])
-        peak, time_s = record["peak_bytes"][name], sum(predicted["predicted_s"].values())
-        found["planned"][name] = predicted | {
-            "time_ratio": time_s / median(taken),
-            "memory_ratio": peak and predicted["predicted_bytes"] / peak,
-        }
-    return found
 
 
 if __name__ == "__main__":
