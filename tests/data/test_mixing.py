@@ -253,18 +253,6 @@ def test_documents_are_separated_by_bos_else_eos_else_nothing(with_bos, dense_of
         pack(["", ""], with_bos)
 
 
-@pytest.mark.parametrize(("family", "separator"), [("llama", 0), ("qwen2", 1)])
-def test_a_document_in_pieces_packs_as_a_whole(family, separator, dense_of, tmp_path):
-    tokenizer = dense_of(family).tokenizer
-    long = "A line of some text.\n" * 20_000
-    stream = [*read(write(tmp_path / "a.txt", long)), TEXTS[0]]
-    assert len(stream) > 5
-    tokens = pack(stream, tokenizer)[0]
-    assert torch.equal(tokens, pack([long, TEXTS[0]], tokenizer)[0])
-    assert int((tokens == separator).sum()) == 2
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == long + TEXTS[0]
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_names_of_control_tokens_in_text_are_text(family, dense_of):
     """Oracle: a single character is never the name of a token."""

@@ -28,7 +28,6 @@ from dotmoe.common.files import DamagedError, Values, read_json, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.text.config import DataConfig
 from dotmoe.text.sources import (
-    Continuation,
     Rendered,
     cut,
     local_files,
@@ -380,7 +379,7 @@ def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterat
     in `Rendered` documents.
     """
     all_pieces = (
-        (piece, number == 0 and not isinstance(document, Continuation), type(document) is Rendered)
+        (piece, number == 0, type(document) is Rendered)
         for document in documents
         for number, piece in enumerate(filter(None, cut(document)))
     )

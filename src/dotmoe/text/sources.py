@@ -56,12 +56,6 @@ DOLMINO_PERCENT = {
 """Percentage of the tokens that each configuration of the data set contributes."""
 
 
-class Continuation(str):
-    """A piece that continues the document of the piece before it."""
-
-    __slots__ = ()
-
-
 class Rendered(str):
     """A document in which names of control tokens stand for these tokens, such as a chat."""
 
@@ -71,10 +65,9 @@ class Rendered(str):
 def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
     """Stream the documents of all sources, one source after the other.
 
-    Carriage returns are line ends, as in Python's text mode. A long .txt file comes in pieces; the
-    later ones are `Continuation`. A chat is `Rendered` by the template of `tokenizer`, and refused
-    without one. Raises `UserError` for a mix or a missing source, and, while reading, for one that
-    is empty, damaged or not text.
+    Carriage returns are line ends, as in Python's text mode. A chat is `Rendered` by the template
+    of `tokenizer`, and refused without one. Raises `UserError` for a mix or a missing source, and,
+    while reading, for one that is empty, damaged or not text.
     """
     if _is_mix(config):
         raise UserError(
@@ -168,14 +161,13 @@ def _require_hub_name(name: str, path: Path) -> None:
 
 
 def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
-    """Shuffle documents, or pieces of long ones, in a seeded buffer of `size`; 0: no shuffling."""
+    """Shuffle documents in a seeded buffer of `size`; 0: no shuffling."""
     if size == 0:
         yield from stream
         return
     generator = Random(seed)
     held: list[str] = []
     for document in stream:
-        document = str(document) if isinstance(document, Continuation) else document
         if len(held) < size:
             held.append(document)
         elif document:
@@ -414,25 +406,9 @@ class _RowText(NamedTuple):
         return Rendered(text.removeprefix(self.tokenizer.bos_token or ""))
 
 
-def _text(path: Path, file: io.BufferedReader, _rows: _RowText) -> Iterator[str]:
-    """The one document of a file, in pieces."""
-    decoded = io.TextIOWrapper(file, encoding="utf-8-sig")  # its line ends become \n
-    kind: type[str] = str
-    pending = ""
-    try:
-        while text := decoded.read(4 * PIECE_CHARACTERS):
-            if text.count("\0") > len(text) // 10:
-                raise ValueError("every tenth byte is zero")
-            *pieces, pending = cut(pending + text)
-            for piece in pieces:
-                yield kind(piece)
-                kind = Continuation
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text: a bad byte before byte {file.tell():,}. Convert it to "
-            "UTF-8, or name a text file."
-        ) from error
-    yield kind(pending)
+def _text(_path: Path, file: io.BufferedReader, _rows: _RowText) -> Iterator[str]:
+    """The one document of a file."""
+    yield io.TextIOWrapper(file, encoding="utf-8-sig").read()  # its line ends become \n
 
 
 def _json(path: Path, file: io.BufferedReader, rows: _RowText) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Perplexity of anything that scores tokens, and of an export at several k."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from dotmoe.models.load import load_weights
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.text.blocks import TokenBlocks, pack, separator_of
 from dotmoe.text.config import DataConfig
-from dotmoe.text.sources import Continuation, documents
+from dotmoe.text.sources import documents
 
 FEW_WINDOWS = 16
 """Fewer windows than this give a rough standard error, which is said."""
@@ -157,9 +157,9 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
     data = DataConfig(data=config.text)
     if config.protocol == "packed":
         joined = f"Documents joined ({separator_of(tokenizer)})"
-        pieces = documents(data, tokenizer)
-        return Text(*pack(pieces, tokenizer, config.max_tokens), config.text, joined)
-    texts = _whole(documents(data))
+        packed = pack(documents(data, tokenizer), tokenizer, config.max_tokens)
+        return Text(*packed, config.text, joined)
+    texts = list(documents(data))
     lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
     ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())
@@ -168,15 +168,6 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
     joined = r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
     tokens = torch.tensor(ids[: config.max_tokens], dtype=torch.int32)
     return Text(tokens, len(ids) / num_bytes, config.text, joined, only_full_windows=True)
-
-
-def _whole(pieces: Iterable[str]) -> list[str]:
-    """Documents, each in one piece."""
-    texts: list[str] = []
-    for piece in pieces:
-        begun = texts.pop() if isinstance(piece, Continuation) else ""
-        texts.append(begun + piece)
-    return texts
 
 
 def heldout_perplexity(
