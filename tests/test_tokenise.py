@@ -69,7 +69,7 @@ def test_the_last_blocks_are_kept_apart(text, dense, tokenised):
 
 def test_text_to_measure_on_is_read_in_order_and_unmixed(text, heldout_file, dense, tokenised):
     other = str(heldout_file)
-    made = tokenised(text, text, eval_text=(other,), data_weights=(1.0, 1.0), shuffle_buffer=9)
+    made = tokenised(text, text, eval_text=(other,), data_weights=(1.0, 1.0))
     expected = pack(documents(DataConfig(data=(other,))), dense.tokenizer, 256)[0]
     assert torch.equal(made.text.heldout.tokens_BT, expected[None])
     assert made.text.heldout_name == (other,)

@@ -9,6 +9,7 @@ import json
 import random
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from written_text import TEXTS, jsonl, parquet_bytes, read, write
@@ -17,7 +18,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.text import blocks as data
 from dotmoe.text.blocks import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
 from dotmoe.text.config import DataConfig
-from dotmoe.text.sources import DOLMINO_PERCENT, documents, sources_of
+from dotmoe.text.sources import documents, sources_of
 from runs import refusal
 
 
@@ -166,22 +167,6 @@ def test_reading_goes_on_where_it_was_stopped(
     assert seen[-3:] == [0, 0, 0]
 
 
-def test_dolmino_is_read_from_a_copy_by_its_proportions(tmp_path, packed, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    root = tmp_path / "copy"
-    for sign, part in zip("abcdef", DOLMINO_PERCENT, strict=True):
-        (root / "data" / part).mkdir(parents=True)
-        write(root / "data" / part / "x.jsonl", jsonl(folk(sign, 300, 40, 3)))
-    tokens_BT, record = packed(f"dolmino:{root}", tokens=6000)
-    for source, percent in zip(record["sources"], DOLMINO_PERCENT.values(), strict=True):
-        assert source["share"] == pytest.approx(percent / 100, abs=41 / 6000 * 2)
-    assert len(tokens_BT.unique()) == 7
-    (root / "data" / "wiki").rename(root / "other")
-    for name, part in ((str(root), "wiki"), ("a name too long for a file " * 99, "dclm")):
-        with pytest.raises(UserError, match=f"has no folder {part}"):
-            packed(f"dolmino:{name}", tokens=6000)
-
-
 def test_dolmino_on_the_hub_is_its_configurations(three):
     alone = sources_of(DataConfig(data=("dolmino",)))
     assert (alone[0][0], len(alone)) == ("allenai/dolmino-mix-1124:dclm", 6)
@@ -216,14 +201,18 @@ def test_refuses_to_measure_on_what_is_for_training():
 
 def test_a_shuffle_buffer_keeps_every_document_and_depends_on_the_seed_of_the_data(tmp_path):
     texts = [str(number) for number in range(500)]
-    path = write(tmp_path / "a.jsonl", jsonl([{"text": text} for text in texts]))
-    orders = [read(path, shuffle_buffer=50, data_seed=seed) for seed in (0, 0, 1)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
+    orders = [read(tmp_path / "saved", shuffle_buffer=50, data_seed=seed) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
-    for order in orders:
-        assert sorted(order, key=int) == texts
-        # Nothing can come out before it went in.
-        assert all(int(text) <= place + 50 for place, text in enumerate(order))
-    assert read(path, shuffle_buffer=0) == texts
+    assert all(sorted(order, key=int) == texts for order in orders)
+    assert read(tmp_path / "saved", shuffle_buffer=0) == texts
+
+
+@pytest.mark.parametrize("source", ["a.txt", ".", "python-stdlib"])
+def test_a_shuffle_buffer_of_files_is_refused(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.txt", "x")
+    assert f"{source} is read in its own order" in refusal(read, source, shuffle_buffer=2)
 
 
 # --- packing
@@ -282,9 +271,8 @@ def test_chats_are_rendered_by_the_models_template(family, ending, dense_of, pac
     message = refusal(packed, path, tokenizer=tokenizer)
     assert "is a chat, but the model has no chat template" in message
     tokenizer.chat_template = TEMPLATE
-    tokens_BT, record = packed(path, tokenizer=tokenizer, seq_len=2, shuffle_buffer=3)
+    tokens_BT, record = packed(path, tokenizer=tokenizer, seq_len=2)
     assert record["sources"][0]["documents"] == 9
-    tokens_BT, _ = packed(path, tokenizer=tokenizer, seq_len=2)
     expected = []
     for row in rows:
         plain = [m | {"content": m["content"].replace("\r", "")} for m in row["messages"]]

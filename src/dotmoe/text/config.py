@@ -16,7 +16,7 @@ class DataConfig:
     such files; folders written by `save_to_disk`; `python-stdlib` (the source files of
     this Python's standard library) or `python-stdlib-heldout` (the sixteenth of them that is held
     out); data sets of the `datasets` library, streamed (`allenai/c4:en`: the configuration follows
-    the colon); `dolmino` (the paper's mix, from the hub; `dolmino:FOLDER`: a local copy).
+    the colon); `dolmino` (the paper's mix, from the hub).
     `SOURCE@SPLIT#FIELD` sets the split of a `datasets` source or folder (train) and the field of a
     row that holds the text, or a chat as a list of messages (the first of text, content, page,
     passage, document, messages)."""
@@ -25,9 +25,8 @@ class DataConfig:
     source that runs out is not repeated; the others continue in their proportions. Default: read
     one source after the other."""
     shuffle_buffer: Annotated[int | None, at_least(0)] = None
-    """Size of each source's shuffle buffer in documents; 0 keeps the source's own order. A buffer
-    also shuffles the order of the files of a folder or data set. Default: 10000 for `dolmino`,
-    else 0."""
+    """Size in documents of the shuffle buffer of each source that `datasets` reads; 0 keeps its own
+    order. A buffer also shuffles the order of its files. Default: 10000 for `dolmino`, else 0."""
     data_seed: Annotated[int, at_least(0)] = 0
     """Seed of the shuffle buffer."""
     seq_len: Annotated[int, at_least(2)] = 2048

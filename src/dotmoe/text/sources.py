@@ -7,13 +7,12 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from random import Random
 from typing import Any, Literal, NamedTuple
 
 import pyarrow
@@ -96,7 +95,7 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
         sources = [
             (part, share * weight / sum(weights))
             for name, weight in zip(names, weights, strict=True)
-            for part, share in (_dolmino(name) if _is_dolmino(name) else [(name, 1.0)])
+            for part, share in _parts(name)
         ]
     for name, _ in sources:
         opened(name, config)
@@ -106,27 +105,29 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
 def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
     """Stream the documents of one source as `documents` does; `UserError` if it does not exist."""
     name, split, field = _split_name(source)
+    path = Path(os.path.expanduser(name))
+    if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
+        raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
+    rows, files = _RowText(field or None, tokenizer), local_files(source)
+    if config.shuffle_buffer and (files or name in (STDLIB, STDLIB_HELDOUT)):
+        raise UserError(
+            f"{source} is read in its own order: a shuffle_buffer is for data sets of the datasets "
+            "library. Leave it out, or shuffle the file."
+        )
+    if name in (STDLIB, STDLIB_HELDOUT):
+        return stdlib_documents("train" if name == STDLIB else "heldout")
+    if files:
+        return _with_text(str(path), files, rows)
+    if os.path.isdir(path):
+        name = str(path)
+    else:
+        _require_hub_name(name, path)
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
         size = 10_000 if _has_dolmino(config) else 0
     seed = int.from_bytes(sha256(f"{config.data_seed}/0/{source}".encode()).digest()[:4], "little")
-    path = Path(os.path.expanduser(name))
-    if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
-        raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
-    if name in (STDLIB, STDLIB_HELDOUT):
-        return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
-    rows = _RowText(field or None, tokenizer)
-    files = local_files(source)
-    if os.path.isdir(path):
-        name = str(path)
-    elif not files:
-        _require_hub_name(name, path)
-    if not files:
-        read = enumerate(_dataset_rows(name, split or _SPLIT, size, seed), start=1)
-        return (rows.text(row, f"row {number} of {name}") for number, row in read)
-    if size:
-        Random(seed).shuffle(files)
-    return shuffled(_with_text(name, files, rows), size, seed)
+    read = enumerate(_dataset_rows(name, split or _SPLIT, size, seed), start=1)
+    return (rows.text(row, f"row {number} of {name}") for number, row in read)
 
 
 def local_files(source: str) -> list[Path]:
@@ -158,24 +159,6 @@ def _require_hub_name(name: str, path: Path) -> None:
         siblings = path.parent.iterdir() if os.path.isdir(path.parent) else ()
         near = nearest(str(path), map(str, siblings))
         raise UserError(f"{name} does not exist.{near} Name an existing file.")
-
-
-def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
-    """Shuffle documents in a seeded buffer of `size`; 0: no shuffling."""
-    if size == 0:
-        yield from stream
-        return
-    generator = Random(seed)
-    held: list[str] = []
-    for document in stream:
-        if len(held) < size:
-            held.append(document)
-        elif document:
-            place = generator.randrange(size)
-            yield held[place]
-            held[place] = document
-    generator.shuffle(held)
-    yield from held
 
 
 def _is_there(name: str) -> bool:
@@ -228,24 +211,15 @@ def _has_dolmino(config: DataConfig) -> bool:
 
 def _is_dolmino(name: str) -> bool:
     """Whether a name means the paper's mix; an existing file or folder of that name does not."""
-    return name.partition(":")[0] == DOLMINO and not _is_there(name)
+    return name == DOLMINO and not _is_there(name)
 
 
-def _dolmino(name: str) -> list[tuple[str, float]]:
-    """Sources that make up the mix, on the hub or in a local copy, with shares that sum to 1."""
-    root = Path(os.path.expanduser(name.partition(":")[2]))
-    whole, sources = sum(DOLMINO_PERCENT.values()), []
-    for part, percent in DOLMINO_PERCENT.items():
-        source = f"{DOLMINO_DATASET}:{part}"
-        if ":" in name:
-            folders = [f for f in (root / part, root / "data" / part) if os.path.isdir(f)]
-            if not folders:
-                raise UserError(
-                    f"{root} has no folder {part} (nor data/{part}). Name a copy of the whole mix."
-                )
-            source = str(folders[0])
-        sources.append((source, percent / whole))
-    return sources
+def _parts(name: str) -> list[tuple[str, float]]:
+    """Sources that a name stands for, with shares that sum to 1: several for the paper's mix."""
+    if not _is_dolmino(name):
+        return [(name, 1.0)]
+    whole = sum(DOLMINO_PERCENT.values())
+    return [(f"{DOLMINO_DATASET}:{part}", each / whole) for part, each in DOLMINO_PERCENT.items()]
 
 
 # --- files -------------------------------------------------------------------------------------
