@@ -95,7 +95,7 @@ def test_tasks_are_averaged_in_the_metric_of_the_paper(found, page):
 
 
 def test_what_an_export_notes_stands_on_the_page(found):
-    note = "The first token of every text is at a near-tie in layer 1."
+    note = "For inference only: fine-tune before export."
     found.export = replace(found.export, notes=[note])
     assert note in html(found)
     assert note in markdown(found)

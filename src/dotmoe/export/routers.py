@@ -34,8 +34,6 @@ first layer at k = E / 2, where logits are closest. A wrong scale misroutes a te
 GATE_DEVIATION = 2.0**-6
 """Largest deviation of a gate from 1; the common factor of a runtime's gates may deviate by 2^-5.
 Rounding weights to bfloat16 adds up to 2^-8."""
-LOG2_RESOLVED = -20
-"""Logits 2^(p - 20) apart get different scores in every runtime, whatever the error of its exp."""
 
 
 class Runtime(NamedTuple):
@@ -160,27 +158,17 @@ def scale_routers(
     the dtype of the exported weights.
 
     Returns:
-        For each `layer`: `exponent`, p; `first_token_is_tied`, whether runtimes may route the first
-        token of every text differently; `runtimes`, the result of `runtime_routing`.
+        For each `layer`: `exponent`, p; `runtimes`, the result of `runtime_routing`.
     """
-    first: dict[int, Tensor] = {}
     scales: list[dict[str, Any]] = []
 
     def measure(layer: int, x_TD: Tensor) -> None:
-        router_ED, k = layout.router_LED[layer].to(x_TD.device), layout.active_experts
-        p, is_tied = gating.exponent, False
+        router_ED, p = layout.router_LED[layer].to(x_TD.device), gating.exponent
         if p is None:
             p = router_exponent(router_logits(x_TD, router_ED))
-            if layer in first and k < layout.num_experts:
-                top = router_logits(first[layer], router_ED)[0].topk(k + 1).values
-                is_tied = 0 < float(top[-2] - top[-1]) < 2.0 ** (p + LOG2_RESOLVED)
-        runtimes = runtime_routing(x_TD, router_ED, p, k, gating, dtype)
-        scale = {"layer": layer, "exponent": p, "first_token_is_tied": is_tied}
-        scales.append(scale | {"runtimes": runtimes})
+        runtimes = runtime_routing(x_TD, router_ED, p, layout.active_experts, gating, dtype)
+        scales.append({"layer": layer, "exponent": p, "runtimes": runtimes})
 
-    bos = dense.tokenizer.bos_token_id
-    if bos is not None:
-        at_routers(dense, (layout,), torch.tensor([[bos]]), first.__setitem__)
     at_routers(dense, (layout,), tokens_BT, measure)
     return scales
 
@@ -230,12 +218,3 @@ def routing_problems(scales: Sequence[Mapping[str, Any]], num_tokens: int) -> li
     ]
     remedy = "Choose another export format or expert size, or align for longer."
     return [f"{problem} {remedy}" for problem in beyond(metrics)]
-
-
-def routing_notes(scales: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A note for users if the first token of every text is at a near-tie."""
-    tied = ", ".join(str(scale["layer"]) for scale in scales if scale["first_token_is_tied"])
-    return [
-        f"The first token of every text is at a near-tie in layer {tied}: runtimes may send it to "
-        "different experts; perplexity and generated text then differ between runtimes."
-    ] * bool(tied)

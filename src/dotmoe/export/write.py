@@ -17,7 +17,7 @@ from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, format_for
 from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
 from dotmoe.export.format import EXPORTED, Conversion, require_no_others
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
-from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
+from dotmoe.export.routers import routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
 from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import ExpertsConfig
@@ -179,12 +179,7 @@ def export(
             routers=routers,
             verification=verification,
             problems=problems,
-            notes=[
-                *notes,
-                *form.notes(conversion),
-                *tokenizer_notes(folder),
-                *routing_notes(routers),
-            ],
+            notes=[*notes, *form.notes(conversion), *tokenizer_notes(folder)],
         )
         record.write(folder)
         if problems:
