@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -89,8 +89,12 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
             f"Check the name and the network.{meant}"
         ) from error
     folder = Path(snapshot).resolve()
-    if not any(folder.glob("config.json" if config_only else "*.safetensors")):
-        raise UserError(_what_lacks(source, name, folder))
+    missing = "config.json" if config_only else "*.safetensors"
+    if not any(folder.glob(missing)):
+        raise UserError(
+            f"{source} in {folder} has no {missing}. Name a model with config.json and "
+            "*.safetensors (pickles are not read), or fetch it whole, with a network."
+        )
     return folder
 
 
@@ -111,36 +115,10 @@ def _cached(name: str, revision: str) -> Path | None:
     return None
 
 
-def _what_lacks(source: str, name: str, folder: Path) -> str:
-    """One line on a hub checkpoint without config or safetensors: what it has, and what to do."""
-    try:
-        files = HfApi().list_repo_files(name, revision=folder.name)
-    except Exception as error:  # noqa: BLE001  (told in the message)
-        return (
-            f"{folder} in the hub's cache holds only a part of {source}, and the hub cannot be "
-            f"reached ({one_line(error)}). Repeat this with a network, or unset HF_HUB_OFFLINE."
-        )
-    if pickles := pickled(files):
-        return (
-            f"{source} holds weights only as {pickles}, and pickles are not read. Name the "
-            f"hub's own conversion if there is one, {name}@refs/pr/N, or load the model with "
-            "Transformers, then model.save_pretrained(FOLDER)."
-        )
-    if ggufs := [file for file in files if file.endswith(GGUF)]:
-        return f"{source} holds GGUF files. Download one, such as {ggufs[0]}, and name the file."
-    return f"{source} holds no model with config.json and *.safetensors. Name another."
-
-
 def is_local(source: str) -> bool:
     """Whether `source` names something on this machine rather than on the hub."""
     is_path = source.startswith((".", "/", "~")) or source.endswith(GGUF) or os.path.exists(source)
     return is_path or source == EMBEDDED or not _HUB_NAME.fullmatch(source)
-
-
-def pickled(files: Iterable[str]) -> str | None:
-    """The first file of weights stored as pickles; not one with the state of a training."""
-    weights = re.compile(r"(.*/)?(pytorch_model|model|consolidated)\b.*\.(bin|pth?)")
-    return min(filter(weights.fullmatch, files), default=None)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -149,12 +127,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
     if not index.is_file():
-        if old := pickled(path.name for path in folder.iterdir()):
-            raise UserError(
-                f"{folder} holds weights only as {old}, and pickles are not read. Load "
-                "them with Transformers, then model.save_pretrained(folder)."
-            )
-        raise UserError(f"{folder} holds no {single.name} and no {index.name}. Fetch them.")
+        raise UserError(
+            f"{folder} holds no {single.name} and no {index.name}, and pickles are not read. "
+            "Fetch them, or save the model anew with model.save_pretrained(folder)."
+        )
     shard_of = read_json(index).get("weight_map")
     is_map = isinstance(shard_of, dict) and all(isinstance(each, str) for each in shard_of.values())
     if not shard_of or not is_map:
