@@ -20,7 +20,7 @@ class ExportConfig:
     """Dtype of the written weights. `source` keeps every dense tensor's own dtype, but writes
     float16 as float32, since float16 cannot hold scaled routers; bfloat16 rounds such weights."""
     max_shard_gib: Annotated[float, above(0)] = 4.0
-    """Maximum size of a weight file, in GiB."""
+    """Maximum size of a weight file, in GiB; writing takes as much memory."""
     scale_tokens: Annotated[int, at_least(1)] = 2048
     """Number of text tokens from which the router scales are chosen."""
     verify_tokens: Annotated[int, at_least(1)] = 512

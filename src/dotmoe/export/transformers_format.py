@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from dotmoe.common.files import require_finite, require_free, write_json
+from dotmoe.common.files import require_free, save_tensors, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec
 from dotmoe.export.verify import Reloadable, verify
@@ -220,8 +221,8 @@ def write_checkpoint(
 ) -> list[str]:
     """Write `model.safetensors`, or `model-0000i-of-0000n.safetensors` with an index.
 
-    At most one tensor is in memory. Files have at most `max_bytes`; a single larger tensor gets a
-    file of its own. Returns the names of the weight files, in order.
+    Memory holds the tensors of one file. Files have at most `max_bytes`; a single larger tensor
+    gets a file of its own. Returns the names of the weight files, in order.
     """
     specs = list(specs)
     by_name = {spec.name: spec for spec in specs}
@@ -237,23 +238,12 @@ def write_checkpoint(
     total, done = sum(spec.num_bytes for spec in by_name.values()), count(1)
     require_free(folder, total)
     for file_name, names in plan.filename_to_tensors.items():
-        ordered = [by_name[name] for name in names]
-        # Widest dtype first, so that every tensor is aligned to its own size for memory mapping.
-        ordered.sort(key=lambda spec: -DTYPES[spec.stored].itemsize)
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        ends = accumulate((spec.num_bytes for spec in ordered), initial=0)
-        for spec, offsets in zip(ordered, pairwise(ends), strict=True):
-            header[spec.name] = {"dtype": spec.stored, "shape": spec.shape, "data_offsets": offsets}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with (folder / file_name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for spec in ordered:
-                tensor = spec.make().to(DTYPES[spec.stored]).contiguous()
-                assert tuple(tensor.shape) == spec.shape, f"{spec.name} is {tuple(tensor.shape)}"
-                require_finite(spec.name, tensor, folder / file_name)
-                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-                on_progress(next(done), len(by_name), "tensors written")
+        tensors = dict[str, Tensor]()
+        for spec in (by_name[name] for name in names):
+            tensors[spec.name] = tensor = spec.make().to(DTYPES[spec.stored])
+            assert tuple(tensor.shape) == spec.shape, f"{spec.name} is {tuple(tensor.shape)}"
+            on_progress(next(done), len(by_name), "tensors written")
+        save_tensors(tensors, folder / file_name, format="pt")
     if plan.is_sharded:
         index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -112,8 +112,8 @@ def export(
 ) -> ExportRecord:
     """Scale the routers, write the folder, verify it, and only then rename it to `out`.
 
-    Weights are read from the files of `dense.folder`, not from `dense.model`, and written tensor
-    by tensor: writing needs memory for one dense tensor. Verification needs more, see `verify`.
+    Weights are read from the files of `dense.folder`, not from `dense.model`. Writing needs memory
+    for one file, of a GGUF for one tensor; `verify` says what verification needs.
 
     Args:
         dense: The dense model, loaded or only described; its device is used for computation.
