@@ -39,10 +39,6 @@ def test_the_card_says_what_it_is_and_how_to_use_it(exported):
         assert words in text
     assert "5_export" not in text
     assert ".partial" not in text
-    for rows in zip(*(scale["runtimes"] for scale in record.routers), strict=True):
-        worst = max(row["gate_deviation"] for row in rows)
-        (line,) = [li for li in text.splitlines() if li.startswith(f"| {rows[0]['runtime']} |")]
-        assert f"| {worst:.4g} |" in line
     total = sum(parameter.numel() for parameter in dense.model.parameters())
     routers, active = 2 * 12 * 64, total - 3 * 64 * 96 * 2 * 9 // 12
     assert record.parameters == {

@@ -17,7 +17,7 @@ from dotmoe.common.files import (
     read_with_checksum,
     with_checksum,
 )
-from dotmoe.common.tables import Table, figure, percent, to_markdown
+from dotmoe.common.tables import Table, figure, to_markdown
 from dotmoe.export.format import Conversion, Format
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.granularity import Granularity
@@ -198,7 +198,6 @@ def write_model_card(folder: Path, record: ExportRecord, results: Table | None =
         splits=[each | {"units": TARGETS[each["target"]].units_named} for each in splits],
         parameters=_figures("parameters", record.parameters),
         compared=_figures("comparison", record.verification_in_short()),
-        routing=_routing(record) if record.routers else None,
         results=None if results is None else to_markdown(results),
     )
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
@@ -207,16 +206,3 @@ def write_model_card(folder: Path, record: ExportRecord, results: Table | None =
 def _figures(what: str, values: dict[str, Any]) -> str:
     rows = [(name.replace("_", " "), figure(value)) for name, value in values.items()]
     return to_markdown(Table(columns=(what, "value"), rows=rows))
-
-
-def _routing(record: ExportRecord) -> str:
-    """Table of each runtime's worst layer, in Markdown."""
-    rows = []
-    for layers in zip(*(router["runtimes"] for router in record.routers), strict=True):
-        misrouted, deviation, gain = (
-            max((row[key] for row in layers), key=abs)
-            for key in ("misrouted", "gate_deviation", "gain_error")
-        )
-        rows.append((layers[0]["runtime"], percent(misrouted), figure(deviation), figure(gain)))
-    gates = ("gate deviation (95 % of tokens)", "common factor, less 1")
-    return to_markdown(Table(columns=("router as in", "misrouted tokens", *gates), rows=rows))
