@@ -58,17 +58,6 @@ def test_servers_limits_are_those_of_the_format_and_the_split():
     assert inspection(olmo, expert_size=64)["limits"] == []
 
 
-@pytest.mark.parametrize(("stated", "is_less"), [(2_048, True), (8_192, False)])
-def test_yarn_that_reaches_further_than_the_stated_context_is_warned_of(stated, is_less):
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    yarn["original_max_position_embeddings"] = 2_048
-    model = silent(rope_parameters=yarn, max_position_embeddings=stated)
-    said = [
-        warning for warning in inspection(model, expert_size=64)["warnings"] if "YaRN" in warning
-    ]
-    assert [("8,192" in each, "2,048" in each) for each in said] == [(True, True)] * is_less
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_expert_sizes_that_the_grouped_product_cannot_run_are_warned_of(dtype):
     ends = torch.tensor([2, 4], dtype=torch.int32)

@@ -214,18 +214,6 @@ def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]
     return names + projections
 
 
-def yarn_notes(config: Any) -> list[str]:
-    """A sentence if YaRN stretches the context further than the config states."""
-    rope, stated = rope_of(config), config.max_position_embeddings
-    if rope["rope_type"] != "yarn":
-        return []
-    reach = int(rope["factor"] * rope["original_max_position_embeddings"])
-    return [
-        f"YaRN reaches {reach:,} tokens, but max_position_embeddings is {stated:,}, which is the "
-        "context of the export, too. For longer texts, set it in the dense model's config.json."
-    ] * (stated < reach)
-
-
 class Format(ABC):
     """Base class of a format that a model can be exported to."""
 
@@ -314,8 +302,7 @@ class Format(ABC):
         left_out = (name.removeprefix("model.") for name in conversion.tensors.left_out)
         others = sorted({name.partition(".")[0] for name in left_out})
         text_only = f"Text alone: {', '.join(others)} of the checkpoint are left out."
-        notes = [text_only] * bool(others) + [note] * (context < whole)
-        return notes + yarn_notes(conversion.dense.config)
+        return [text_only] * bool(others) + [note] * (context < whole)
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
         """Extra fields of the record that only this format has."""

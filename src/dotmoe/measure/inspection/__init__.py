@@ -14,7 +14,7 @@ from dotmoe.common.options import check
 from dotmoe.common.tables import in_time
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, format_for
-from dotmoe.export.format import EXPORTED, yarn_notes
+from dotmoe.export.format import EXPORTED
 from dotmoe.export.llama_cpp import most_active_experts
 from dotmoe.export.transformers_format import TransformersFormat, limits_met
 from dotmoe.measure.config import InspectConfig
@@ -218,8 +218,7 @@ def _warnings(
         f"one: the context is lowered from {widths.context:,} to {context:,}, and exact up to that "
         "length.": context < widths.context,
     }
-    found = [sentence for sentence, applies in sentences.items() if applies]
-    return found + yarn_notes(dense.config)
+    return [sentence for sentence, applies in sentences.items() if applies]
 
 
 def _format_or_refusal(
