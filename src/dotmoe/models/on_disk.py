@@ -81,18 +81,10 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
         }
         own = [name for name in names if layer is not None and layer_of[name] == layer]
         state = {names[name]: tensor for name, tensor in tensors.read_all(own)}
-
-        def keeps(kind: torch.dtype) -> bool:
-            values = (tensor for tensor in state.values() if tensor.dtype != kind)
-            return all(torch.equal(each.to(kind).to(each.dtype), each) for each in values)
-
-        # Transformers holds experts twice while stacking them: use the narrowest exact dtype.
-        kinds = {dtype} | {tensor.dtype for tensor in state.values()}
-        narrow = next(filter(keeps, sorted(kinds, key=lambda kind: kind.itemsize)))
-        nothing = torch.zeros((), dtype=narrow)
+        nothing = torch.zeros((), dtype=dtype)
         for name in names.keys() - own:
             state[names[name]] = nothing.expand(tensors.describe(name)[0])
-        options = {"config": type(config).from_dict(_with_one_layer(plain, layer)), "dtype": narrow}
+        options = {"config": type(config).from_dict(_with_one_layer(plain, layer)), "dtype": dtype}
         place = str(folder) if layer is None else f"layer {layer} of {folder}"
         try:
             with quiet_transformers():
