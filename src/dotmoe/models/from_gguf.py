@@ -1,8 +1,7 @@
 """GGUF files: reading one, and converting a dense model's to an ordinary checkpoint folder.
 
 The folder is cached by the file's path, size and modification time: commands without a run folder
-read models too, and several runs can share it. Later stages read it like any other checkpoint. When
-one is made, those of files that are gone or have changed are removed.
+read models too, and several runs can share it. Later stages read it like any other checkpoint.
 """
 
 import json
@@ -21,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError, one_line, require_package
-from dotmoe.common.files import complete_folder, remove, require_free
+from dotmoe.common.files import complete_folder, require_free
 from dotmoe.common.progress import Progress
 from dotmoe.models.on_disk import quiet_transformers
 from dotmoe.models.tokenizer import from_parts
@@ -90,7 +89,8 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     """
     require_package("accelerate", "gguf", f"{file}, a GGUF,")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
-    identity = _identity(file)
+    stat = file.stat()
+    identity = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     name = sha256(identity.encode()).hexdigest()
     whole, config = cache / name, cache / f"{name}.config"
     wanted = config if config_only else whole
@@ -99,8 +99,6 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
         if wanted.is_dir():
             return wanted
         opened = GgufFile(file)
-        _remove_stale(cache)
-        (cache / f"{name}.source").write_text(identity, encoding="utf-8")
         if not config.is_dir():
             with complete_folder(config) as partial:
                 _config(opened).save_pretrained(partial)
@@ -113,22 +111,6 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
                 plain = AutoConfig.from_pretrained(config, local_files_only=True)
                 _weights(opened, plain).save_pretrained(partial)
     return wanted
-
-
-def _identity(file: Path) -> str:
-    """Path, size and modification time of a file."""
-    stat = file.stat()
-    return f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-
-
-def _remove_stale(cache: Path) -> None:
-    """Remove what was made of files that are gone or have changed."""
-    for source in cache.glob("*.source"):
-        identity = source.read_text(encoding="utf-8")
-        file = Path(identity.rsplit(" ", 2)[0])
-        if not file.is_file() or _identity(file) != identity:
-            for path in cache.glob(f"{source.stem}*"):
-                remove(path)
 
 
 def _config(file: GgufFile) -> Any:
