@@ -19,35 +19,19 @@ def truncate(path):
     os.truncate(path, path.stat().st_size - 100)
 
 
-def alter(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def names_in(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-TENSORS, MANIFEST = "__0_0.distcp", "manifest.json"
-DAMAGES = {
-    "truncated": (lambda c: truncate(c / TENSORS), rf"{TENSORS} is damaged: \d+ of \d+ bytes"),
-    "altered": (lambda c: alter(c / TENSORS), rf"{TENSORS} has been altered"),
-    "file missing": (lambda c: (c / TENSORS).unlink(), rf"{TENSORS} is missing"),
-    "index altered": (lambda c: alter(c / ".metadata"), r"\.metadata has been altered"),
-    "step altered": (lambda c: alter(c / MANIFEST), rf"{MANIFEST} (has been altered|is not JSON)"),
-    "manifest truncated": (lambda c: truncate(c / MANIFEST), rf"{MANIFEST} is not JSON"),
-    "manifest missing": (lambda c: (c / MANIFEST).unlink(), rf"{MANIFEST} cannot be read"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_without_it_the_one_before_is_read(damage, tmp_path):
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("spoil", [truncate, os.unlink])
+def test_a_damaged_checkpoint_is_refused_and_without_it_the_one_before_is_read(
+    spoil, name, tmp_path
+):
     whole = trained(tmp_path)
     assert names_in(tmp_path) == ["step_00000010", "step_00000012"]
-    spoil, pattern = DAMAGES[damage]
-    spoil(tmp_path / "checkpoints" / "step_00000012")
-    with pytest.raises(UserError, match=rf"{pattern}.*\. Delete .*step_00000012,") as error:
+    spoil(tmp_path / "checkpoints" / "step_00000012" / name)
+    with pytest.raises(UserError, match=r"step_00000012 is damaged .*\. Delete it,") as error:
         trained(tmp_path)
     assert "\n" not in str(error.value)
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000012")

@@ -1,8 +1,7 @@
 """Files of a training stage in its folder: checkpoints, and the metrics of each step.
 
-A checkpoint is written atomically and verified before it is read. It is a folder `step_00000100`
-with the files of `torch.distributed.checkpoint`, and `manifest.json` with their checksums. Every
-rank must see the same folder.
+A checkpoint is written atomically: a folder `step_00000100` with the files of
+`torch.distributed.checkpoint`. Every rank must see the same folder.
 """
 
 import errno
@@ -34,20 +33,9 @@ from dotmoe.common.distributed import (
     memory_of,
 )
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.common.files import (
-    DamagedError,
-    checksums,
-    complete_folder,
-    damage_in,
-    read_with_checksum,
-    remove,
-    with_checksum,
-    write_text,
-)
+from dotmoe.common.files import complete_folder, remove
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
-
-_MANIFEST = "manifest.json"
 
 Metrics = dict[str, float]
 OnStep = Callable[[int, Metrics], None]
@@ -116,18 +104,13 @@ class Checkpoints:
             except CheckpointException as error:
                 raise _cause_of(error) from error
 
-            def complete() -> None:
-                files = checksums(partial, [file.name for file in partial.iterdir()])
-                write_text(partial / _MANIFEST, with_checksum({"files": files}))
-                writing.close()
-
-            broadcast_from_rank_zero(complete, self._group)
+            broadcast_from_rank_zero(writing.close, self._group)
 
     def load(self, tensors: dict[str, Tensor]) -> int:
         """Fill tensors in place from the newest checkpoint, and return its number of steps.
 
         All ranks must call it; their number may have changed. Returns 0 if there is no checkpoint.
-        Raises a `UserError` if it is damaged, or holds other tensors.
+        Raises a `UserError` if a file of it is missing or truncated, or it holds other tensors.
         """
         if (newest := broadcast_from_rank_zero(self.newest)) is None:
             return 0
@@ -136,24 +119,14 @@ class Checkpoints:
                 load(dict(tensors), storage_reader=FileSystemReader(newest))
         except CheckpointException as error:
             raise UserError(
-                f"{newest} does not fit this run: {one_line(_cause_of(error))}. Delete "
-                f"{self.folder} to start the stage again."
+                f"{newest} is damaged or does not fit this run: {one_line(_cause_of(error))}. "
+                "Delete it, and the run goes on from one before it, if any."
             ) from error
         return int(newest.name.removeprefix("step_"))
 
     def newest(self) -> Path | None:
-        """The newest checkpoint, None if there is none; a `UserError` if it is damaged."""
-        newest = max(self.folder.glob("step_*"), default=None)
-        if newest is not None:
-            try:
-                damage = damage_in(newest, read_with_checksum(newest / _MANIFEST)["files"])
-            except DamagedError as error:
-                damage = str(error)
-            if damage is not None:
-                raise UserError(
-                    f"{damage}. Delete {newest}, and the run goes on from one before it, if any."
-                )
-        return newest
+        """The newest checkpoint, None if there is none."""
+        return max(self.folder.glob("step_*"), default=None)
 
 
 def _cause_of(error: CheckpointException) -> BaseException:
