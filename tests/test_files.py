@@ -11,17 +11,14 @@ import torch
 from dotmoe.common import files
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import (
-    DamagedError,
     checksums,
     complete_folder,
     damage_in,
     read_json,
-    read_with_checksum,
     remove,
     require_free,
     save_tensors,
     sha256_of,
-    with_checksum,
     write_json,
     write_text,
 )
@@ -84,18 +81,6 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
         write_text(path, "after")
     assert path.read_text() == "before"
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_an_object_with_its_checksum_comes_back_and_every_altered_byte_is_noticed(tmp_path):
-    path = tmp_path / "record.json"
-    path.write_text(with_checksum({"a": (1, 2), "b": {3: None}}))
-    assert read_with_checksum(path) == {"a": [1, 2], "b": {"3": None}}
-    content = path.read_bytes()
-    for place, byte in enumerate(content):
-        if not chr(byte).isspace():  # blanks say nothing
-            path.write_bytes(content[:place] + bytes([byte ^ 1]) + content[place + 1 :])
-            with pytest.raises(DamagedError):
-                read_with_checksum(path)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", None])

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import with_checksum
+from dotmoe.common.files import write_json
 from dotmoe.common.tables import Table
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.record import RECORD_FILE, ExportRecord, write_model_card
@@ -99,6 +99,6 @@ def test_a_record_says_what_another_k_would_make_of_it(exported, dense_of):
 def test_a_folder_that_dotmoe_did_not_export_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"holds no dotmoe\.json"):
         ExportRecord.load(tmp_path)
-    (tmp_path / RECORD_FILE).write_text(with_checksum({"name": "another version"}))
+    write_json(tmp_path / RECORD_FILE, {"name": "another version"})
     with pytest.raises(UserError, match=r"is not an export record"):
         ExportRecord.load(tmp_path)

@@ -95,26 +95,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def with_checksum(values: Mapping[str, Any]) -> str:
-    """JSON text of an object with the SHA-256 of its content, for `read_with_checksum`."""
-    plain = json.loads(json.dumps(values))  # as it will be read: keys are text, tuples are lists
-    return json.dumps({**plain, "sha256": content_sha256(plain)}, indent=2) + "\n"
-
-
-def read_with_checksum(path: Path) -> dict[str, Any]:
-    """The object that `with_checksum` wrote, without its checksum; `DamagedError` if altered."""
-    values = read_json(path)
-    if values.pop("sha256", None) != content_sha256(values):
-        raise DamagedError(f"{path} has been altered: its checksum does not match its content")
-    return values
-
-
-def content_sha256(values: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON object, whatever the order of its keys."""
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:

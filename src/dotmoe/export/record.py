@@ -10,13 +10,7 @@ from huggingface_hub import ModelCardData
 
 from dotmoe import __version__
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import (
-    Checksum,
-    checksums,
-    damage_in,
-    read_with_checksum,
-    with_checksum,
-)
+from dotmoe.common.files import Checksum, checksums, damage_in, read_json, write_json
 from dotmoe.common.tables import Table, figure, to_markdown
 from dotmoe.export.format import Conversion, Format
 from dotmoe.export.parameters import count_parameters
@@ -91,7 +85,7 @@ class ExportRecord:
             raise UserError(f"{folder} holds no {RECORD_FILE}. Give a folder that dotmoe exported.")
         try:
             known = {field.name for field in fields(cls)}  # older records have others, too
-            return cls(**{k: v for k, v in read_with_checksum(path).items() if k in known})
+            return cls(**{k: v for k, v in read_json(path).items() if k in known})
         except (UserError, TypeError) as error:
             raise UserError(
                 f"{path} is not an export record of dotmoe {__version__} ({error}). {_REMEDY}"
@@ -122,7 +116,7 @@ class ExportRecord:
 
     def write(self, folder: Path) -> None:
         """Write `dotmoe.json`, and the card beside it."""
-        (folder / RECORD_FILE).write_text(with_checksum(asdict(self)), encoding="utf-8")
+        write_json(folder / RECORD_FILE, asdict(self))
         write_model_card(folder, self)
 
 

@@ -30,13 +30,11 @@ from dotmoe.common.files import (
     checksums,
     damage_in,
     locked,
-    read_with_checksum,
+    read_json,
     remove,
     require_outside_models,
     sync,
-    with_checksum,
     write_json,
-    write_text,
 )
 from dotmoe.common.options import COMMAND, differences, from_values, identity, values_of
 from dotmoe.models.checkpoint import at_revision
@@ -91,13 +89,14 @@ class RunFolder:
         hub, or null), `config`, `inputs` (fingerprints), `stages`.
         """
         if self._manifest is None:
+            path, remedy = self.path / _MANIFEST, "Restore it, or choose another folder."
             try:
-                self._manifest = read_with_checksum(self.path / _MANIFEST)
+                manifest = read_json(path)
             except DamagedError as error:
-                raise UserError(
-                    f"{error}. It describes the run in {self.path}: restore it, or choose "
-                    "another folder."
-                ) from error
+                raise UserError(f"{error}. {remedy}") from error
+            if "stages" not in manifest:
+                raise UserError(f"{path} is not the manifest of a dotmoe run. {remedy}")
+            self._manifest = manifest
         return self._manifest
 
     def config(self, cls: type[Config]) -> Config:
@@ -274,7 +273,7 @@ class RunFolder:
         return self.stage(name) / RESULTS if name == "evaluate" else self.stage(name)
 
     def _write(self, manifest: dict[str, Any]) -> None:
-        write_text(self.path / _MANIFEST, with_checksum(manifest))
+        write_json(self.path / _MANIFEST, manifest)
         self._manifest = manifest
 
     def _remove_unless_progress(self) -> None:
