@@ -282,12 +282,3 @@ def test_chats_are_rendered_by_the_models_template(family, ending, dense_of, pac
     path = write(tmp_path / "b.jsonl", jsonl([{"messages": [{"role": "cook", "content": "x"}]}]))
     message = refusal(packed, path, tokenizer=tokenizer)
     assert "line 1 does not suit the model's chat template (no role cook)" in message
-
-
-def test_rows_of_wikitext_are_warned_of_once(with_bos, caplog):
-    rows = ["", " = Robert Boulter = \n", "", " Robert is .\n", " = = Career = = \n"]
-    pack(rows, with_bos)
-    assert len(caplog.records) == 1
-    assert "dotmoe evaluate --protocol gptq" in caplog.text
-    pack(["".join(rows), "a = b = c\n"], with_bos)
-    assert len(caplog.records) == 1

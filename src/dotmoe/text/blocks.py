@@ -5,9 +5,7 @@ Every batch of blocks is a pure function of step, batch size and seed.
 
 import hashlib
 import json
-import logging
 import os
-import re
 import shutil
 import time
 from array import array
@@ -27,15 +25,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import DamagedError, Values, read_json, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.text.config import DataConfig
-from dotmoe.text.sources import (
-    Rendered,
-    cut,
-    local_files,
-    opened,
-    sources_of,
-)
-
-logger = logging.getLogger(__name__)
+from dotmoe.text.sources import Rendered, cut, local_files, opened, sources_of
 
 RUN_TOKENS = 64
 """Length, in tokens, of the runs of held-out text that no training block may contain."""
@@ -48,7 +38,6 @@ _BLOCKS_AT_ONCE = 256
 _PIECES_AT_ONCE = 64  # tokenizers process a batch in parallel
 _BASE, _INVERSE = 0x9E3779B97F4A7C15 - (1 << 64), -0xE217C1E66C88CC3
 _KEEP_SECONDS = 10
-_WIKITEXT_HEADING = re.compile(r" = .+ = \n?")
 
 
 class TokenBlocks:
@@ -383,7 +372,7 @@ def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterat
         for document in documents
         for number, piece in enumerate(filter(None, cut(document)))
     )
-    pieces, is_warned = islice(all_pieces, skip, None), False
+    pieces = islice(all_pieces, skip, None)
     while batch := list(islice(pieces, _PIECES_AT_ONCE)):
         for is_rendered, group in groupby(batch, key=lambda one: one[2]):
             texts, starts, _ = zip(*group, strict=True)
@@ -396,14 +385,6 @@ def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterat
                 verbose=False,  # a piece may be longer than the model's context
             )["input_ids"]
             for ids, piece, is_start in zip(encoded, texts, starts, strict=True):
-                if is_start and not is_warned and _WIKITEXT_HEADING.fullmatch(piece):
-                    is_warned = True
-                    logger.warning(
-                        "Rows of WikiText (%r) are documents of their own, each with a separator. "
-                        "Published perplexities are of the rows joined: dotmoe evaluate --protocol "
-                        "gptq.",
-                        piece.strip(),
-                    )
                 yield Piece(ids, is_start, len(piece.encode()))
 
 

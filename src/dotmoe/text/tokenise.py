@@ -141,17 +141,7 @@ def _packed(
     data: DataConfig, dense: DenseModel, path: Path, tokens: int, progress: Progress
 ) -> Record:
     with progress.bar("tokenise", tokens=1) as update:
-        record = pack_sources(data, dense.tokenizer, path, tokens, update)
-    shares = []
-    for source in record["sources"]:
-        words = f"{source['name']} {source['share']:.1%} of the tokens"
-        if source["weight"] is not None:
-            words += f" (requested {source['weight']:.1%})"
-            words += f", ran out after {source['tokens']:,}" * source["ran_out"]
-        shares.append(words)
-    if len(shares) > 1:
-        progress.log("; ".join(shares))
-    return record
+        return pack_sources(data, dense.tokenizer, path, tokens, update)
 
 
 def _in_order(data: DataConfig, sources: tuple[str, ...]) -> DataConfig:
