@@ -146,6 +146,7 @@ def conversions(*folders: str) -> Row:
                 "planned": 3600 * plan["hours"],
                 "total": sum(seconds.values()),
                 "before_repair": results["frozen"]["perplexity"],
+                "texts": texts,
                 "made": results["provenance"],
             }
         )
