@@ -9,7 +9,7 @@ from dotmoe.common import progress as progress_module
 from dotmoe.common.progress import Progress
 
 
-@pytest.mark.parametrize("text", ["pip install -e '.[analysis]'", "x[/y].txt", "[bold]", "a\\[b"])
+@pytest.mark.parametrize("text", ["pip install -e '.[baselines]'", "x[/y].txt", "[bold]", "a\\[b"])
 def test_text_is_printed_as_it_is(text, capsys):
     for progress in (Progress(), Progress(quiet=True)):
         progress.log(text)

@@ -357,7 +357,7 @@ def test_frozen_repaired_and_finetuned_are_three_rows(finished, tmp_path, comman
     files = list(folder.glob("**/weights.safetensors"))
     assert sum(file.stat().st_size for file in files) < needed + 4096  # headers
     assert not (folder / "model").exists()
-    assert command("analyse", folder.parent, only="expert_utilisation").status == 0
+    assert command("analyse", folder.parent).status == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")

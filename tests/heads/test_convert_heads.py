@@ -43,7 +43,7 @@ def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command):
     assert results["verification"]["logits_error"] < 1e-4
     model = AutoModelForCausalLM.from_pretrained(run / "5_export")
     assert type(model).__name__ == "DotMoeForCausalLM"
-    shown = command("analyse", run, only="expert_utilisation", tokens=512)
+    shown = command("analyse", run, tokens=512)
     assert shown.status == 0, shown.err
     found = json.loads((run / "6_evaluate/analysis/expert_utilisation.json").read_text())
     loads = torch.tensor(found["values"]["attention"]["share_LE"])

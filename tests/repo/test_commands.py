@@ -188,7 +188,7 @@ def test_the_commands_of_readme_and_reference_run_in_their_order(tiny_dense, tmp
         "compare": short | {"methods": ["random_split"]},
         "finetune": TINY_FINETUNE,
         "evaluate": {"max_tokens": 256},
-        "analyse": {"tokens": 256, "only": ["expert_utilisation"]},
+        "analyse": {"tokens": 256},
         "bench": {"rounds": 2, "batch_sizes": 1, "prompt_tokens": 8, "context_tokens": [8]},
     }
     pages = (ROOT / name for name in ("README.md", "docs/reference/commands.md"))

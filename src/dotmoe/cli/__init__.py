@@ -69,7 +69,7 @@ COMMANDS = {
     "evaluate": Command(
         "Measure a model: perplexity, benchmark tasks, fidelity to the dense model, samples."
     ),
-    "analyse": Command("Analyse a finished run: load and outputs of its experts."),
+    "analyse": Command("Measure how evenly tokens use the experts of a finished run."),
     "bench": Command("Compare the speed of a dense model and its MoE."),
     "report": Command("Write one page with everything that was measured on a run."),
 }

@@ -16,7 +16,7 @@ from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, to_rich
 from dotmoe.measure import bench
 from dotmoe.measure import config as measuring
-from dotmoe.measure.analyse import analyse
+from dotmoe.measure.analyse import UTILISATION, analyse
 from dotmoe.measure.evaluate import MEASUREMENTS, evaluate
 from dotmoe.measure.evaluate.models import gguf_file
 from dotmoe.measure.inspection import inspect_model, stored_dtype
@@ -99,9 +99,9 @@ def run_evaluate(config: measuring.EvaluateConfig) -> None:
 
 
 def run_analyse(config: measuring.AnalyseConfig) -> None:
-    for name, result in analyse(config, Progress()).items():
-        _show(f"{name}: {Path(config.run)}/6_evaluate/analysis/{name}.json")
-        _show(*(f"  {sentence}" for sentence in result["says"]))
+    result = analyse(config, Progress())
+    _show(f"{Path(config.run)}/6_evaluate/analysis/{UTILISATION}.json")
+    _show(*(f"  {sentence}" for sentence in result["says"]))
 
 
 def run_bench(config: measuring.BenchConfig) -> None:

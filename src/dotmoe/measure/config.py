@@ -155,13 +155,8 @@ class AnalyseConfig:
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
-    only: tuple[Literal["expert_utilisation", "expert_outputs_tsne"], ...] = ()
-    """Analyses to run. Default: all that apply to the run."""
     tokens: Annotated[int, at_least(1)] = 32768
     """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
-    layer: Annotated[int | None, at_least(0)] = None
-    """Split layer whose expert outputs are shown. Default: a third of the way through the split
-    layers, as in the paper."""
     load: LoadConfig = field(default_factory=LoadConfig)
 
 

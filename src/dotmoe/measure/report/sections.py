@@ -131,7 +131,7 @@ def _missing(run: RunResults, _: Values) -> Blocks:
         "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
         "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
         "generation": ("what both write after a prompt", [*beside, *asked, *out]),
-        "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", folder]),
+        "analysis": ("load of the experts", ["dotmoe", "analyse", folder]),
         "bench": ("speed, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
     }
     if not run.is_finetuned and targets_of(run.splits) == "ffn":  # heads are not trained further
@@ -162,7 +162,6 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Size and weights", "results", _size),
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _analysis),
-    ("Outputs of the experts", "analysis/expert_outputs_tsne", _analysis),
     ("Alignment", "", lambda run, _: _training("align", run)),
     ("Finetuning", "", lambda run, _: _training("finetune", run)),
     ("Is the checkpoint what was measured?", "results", _checks),

@@ -1,24 +1,19 @@
-"""Routing of the masked model and its load. Oracle: the dense model with a mask, in NumPy."""
+"""`dotmoe analyse`: routing and load of a masked model. Oracle: the dense model, in NumPy."""
 
+import json
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.measure.analyse import run
-from dotmoe.measure.analyse.experts import (
-    load_statistics,
-    sampled_outputs,
-    utilisation,
-    warnings_of,
-)
-from dotmoe.measure.analyse.run import captured_routes, router_inputs
+import expert_outputs
+from dotmoe.measure import analyse as module
+from dotmoe.measure.analyse import captured_routes, load_of, load_statistics, warnings_of
 from dotmoe.method.layout import ALWAYS_ON
 from dotmoe.method.masked import masked_by
 from runs import passed
@@ -51,7 +46,7 @@ def test_routes_are_the_largest_logits_of_every_token(dense, layout_of, tokens, 
     """Also beside a shared expert, which is no part of the load."""
     layout = layout_of(dense, shared_size=12)
     layout.expert_of_neuron_LN[0] = ALWAYS_ON
-    monkeypatch.setattr(run, "FORWARD_TOKENS", 72)  # three blocks a pass, the last pass of one
+    monkeypatch.setattr(module, "FORWARD_TOKENS", 72)  # three blocks a pass, the last pass of one
     x_TD = inputs_of_the_last_ffn(dense, tokens)
     logits_TE = x_TD.double().numpy() @ layout.router_LED[-1].double().numpy().T
     expected_TK = np.argsort(-logits_TE, axis=1)[:, :K]
@@ -60,13 +55,10 @@ def test_routes_are_the_largest_logits_of_every_token(dense, layout_of, tokens, 
     assert np.array_equal(routes.numpy(), expected_TK[None])
     assert done == [(3, 10), (6, 10), (9, 10), (10, 10)]
 
-    analysed = SimpleNamespace(layers=layout.moe_layers, routes={"ffn": routes}, layouts=(layout,))
-    used, _ = utilisation(analysed)
+    used, _ = load_of(layout, routes)
     counted = [(expected_TK == expert).any(axis=1).mean() for expert in range(E)]
     assert used["layers"] == [1]
     assert used["share_LE"][0] == pytest.approx(counted)
-
-    torch.testing.assert_close(router_inputs(dense, (layout,), tokens, 1), x_TD)
 
 
 def test_a_later_layer_sees_what_the_masked_layers_before_it_give(dense, layout, tokens):
@@ -86,7 +78,9 @@ def test_outputs_of_all_chosen_experts_add_up_to_the_masked_ffn(dense, layout, t
     chosen_TK = (x_TD @ layout.router_LED[-1].T).topk(K, dim=1).indices
     layer = dense.family.layers(dense.model)[-1]
     ffn, own_N = dense.family.ffn(layer), layout.expert_of_neuron_LN[-1]
-    outputs = sampled_outputs(x_TD.repeat_interleave(K, dim=0), ffn, own_N, chosen_TK.flatten())
+    outputs = expert_outputs.sampled_outputs(
+        x_TD.repeat_interleave(K, dim=0), ffn, own_N, chosen_TK.flatten()
+    )
     with masked_by(dense, layout), torch.no_grad():
         expected = layer.mlp(x_TD)
     torch.testing.assert_close(outputs.view(20, K, -1).sum(dim=1), expected)
@@ -110,7 +104,7 @@ def test_statistics_of_a_load_written_out():
 
 
 def test_the_experiment_on_loads_reads_statistics_that_are_measured():
-    experiment = Path(__file__).parents[2] / "experiments/fig_expert_utilization/experiment.toml"
+    experiment = Path(__file__).parents[1] / "experiments/fig_expert_utilization/experiment.toml"
     read = re.findall(r"layer=row\)\.(\w+)", experiment.read_text(encoding="utf-8"))
     assert "entropy_normalised" in read
     assert set(read) <= set(load_statistics(torch.ones(4)))
@@ -134,3 +128,36 @@ def test_each_rule_warns_by_itself(share, words):
     for word, line in zip(words, said, strict=True):
         assert line.startswith("layer 5: ")
         assert word in line
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    return finished.copied_to(tmp_path / "run").folder
+
+
+def test_the_load_is_written_and_told(folder, command):
+    said = command("analyse", folder, tokens=128)
+    assert said.status == 0, said.err
+    result = json.loads((folder / "6_evaluate/analysis/expert_utilisation.json").read_text())
+    assert (result["origin"], result["provenance"]["seed"]) == ("measured", 0)
+    assert all(line in said.out for line in result["says"])
+    assert (result["tokens"], len(result["text"])) == (128, 1)
+    assert result["values"]["layers"] == [0, 1]
+    assert [sum(layer) for layer in result["values"]["share_LE"]] == pytest.approx([3.0, 3.0])
+    assert "is no run" in command("analyse", folder.parent).refusal()
+
+
+def test_a_silent_router_is_warned_of(folder, command, monkeypatch):
+    routes = {"ffn": torch.arange(3).expand(2, 50, 3)}
+    monkeypatch.setattr(module, "captured_routes", lambda *arguments: routes)
+    assert "warning: layer 0: 9 of 12 experts are dead" in command("analyse", folder).out
+
+
+def test_outputs_of_experts_are_points(folder, monkeypatch):
+    monkeypatch.setattr(expert_outputs, "POINTS", 40)
+    monkeypatch.setattr(expert_outputs, "EXPERTS_SHOWN", 4)
+    shown = expert_outputs.outputs(expert_outputs.Config(run=str(folder), out="", tokens=128))
+    assert shown["layer"] == 0  # at a third of two layers
+    assert 20 < len(shown["points"]) == len(shown["expert"]) <= 40
+    assert len(set(shown["expert"])) == 4
+    assert 0 <= shown["neighbour_agreement"] <= 1
