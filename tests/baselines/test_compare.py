@@ -284,7 +284,7 @@ def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run
     assert not begun
     said = compare("all", model="olmo2", active_experts=1)
     assert said.refusal().endswith("stop here")
-    assert begun == ["dot_moe"]
+    assert begun == ["dot_moe", "random_split"]  # a common cause ends the command
     without = {"slicegpt", "llm_pruner", "modegpt"} | {
         f"{method}-{router}"
         for method in ("cmoe", "llama_moe_v2_residual")
@@ -294,21 +294,41 @@ def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run
     assert set(re.findall(r"(\S+) is left out: ", said.err)) == without
 
 
-def test_a_run_that_fails_ends_the_command_which_goes_on_without_it(compare, out, monkeypatch):
-    made = []
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (VerificationError("layer 2 routes otherwise."), "layer 2 routes otherwise."),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError('CUDA out of memory')"),
+        pytest.param(MemoryError("9 GB"), "MemoryError('9 GB')", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_fails_says_why_and_the_others_are_made(error, why, compare, out, monkeypatch):
+    failing = {"own"}
 
     def convert_or_fail(config, progress):
-        if config.baseline.split_router == "ridge":
-            raise VerificationError("layer 2 routes otherwise.")
-        made.append(config.method)
+        if config.baseline.split_router in failing:
+            raise error
         return convert(config, progress)
 
+    def fail(config, progress):
+        raise VerificationError("layer 3 computes otherwise.")
+
     monkeypatch.setattr("dotmoe.pipeline.compare.convert", convert_or_fail)
-    said = compare("contiguous_split", "static_pruning")
-    assert (said.status, "layer 2 routes otherwise." in said.err) == (3, True)
-    assert (made, (out / "compare.md").exists()) == (["contiguous_split"], False)
-    assert compare("static_pruning").status == 0
-    assert [row["run"] for row in summary_in(out)["rows"]] == ["dense", "static_pruning-own"]
+    monkeypatch.setattr("dotmoe.pipeline.compare.finetune", fail)
+    said = compare("contiguous_split", finetune_steps=1)
+    assert said.status == 2
+    assert "2 runs failed: contiguous_split-own, contiguous_split-ridge-finetuned." in said.err
+    assert [row["run"] for row in summary_in(out)["rows"]] == ["dense", "contiguous_split-ridge"]
+    assert summary_in(out)["left_out"] == {
+        "contiguous_split-own": why,
+        "contiguous_split-ridge-finetuned": "layer 3 computes otherwise.",
+    }
+    for text in ((out / "compare.md").read_text(), said.out):
+        assert f"contiguous_split-own failed: {why.rstrip('.')}." in " ".join(text.split())
+    if isinstance(error, UserError):
+        failing.add("ridge")
+        said = compare("contiguous_split", to=out / "none")
+        assert (said.status, why in said.err) == (error.exit_code, True)
 
 
 def test_every_method_is_frozen_repaired_and_finetuned_alike(rows_of, tiny_dense, out):

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from dotmoe.cli.quickstart import quickstart, shown_quickstart
+from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, to_rich
 from dotmoe.measure import bench
@@ -72,6 +73,11 @@ def run_compare(config: running.CompareConfig) -> None:
     text = f"{', '.join(summary['text'])}: {summary['protocol']}"
     files = f"all columns are in compare.md in {config.out}, beside compare.json and the runs"
     _show(to_rich(table(summary, brief=True)), text, files)
+    if failed := summary["left_out"]:
+        raise UserError(
+            f"{len(failed)} runs failed: {', '.join(failed)}. The table says why; the others are "
+            "kept. Mend the causes and give the same command again, or leave those methods out."
+        )
 
 
 def run_export(config: running.ReexportConfig) -> None:

@@ -6,13 +6,14 @@ resumes, and a command with more runs than before makes only the new ones.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from dotmoe.common.distributed import require_one_process, resolved_device
-from dotmoe.common.errors import UserError
+from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import write_json, write_text
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown
@@ -35,6 +36,10 @@ _OWN = "own, not exportable"
 MATCHED = 0.01
 """Largest relative deviation of active parameters from the budget that is called matched."""
 
+_FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
+"""What ends one run of a comparison and not the others: no memory (on a GPU a `RuntimeError`), or
+a computation that fails, too. An interrupt or a full disk ends the command."""
+
 _OURS, _PAPERS = "dotmoe", "DOT-MoE (paper)"
 """Names of rows of `dot_moe`: this project's recipe, and the paper's."""
 
@@ -55,7 +60,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `compare.json` and `compare.md`.
 
     Raises a `UserError` as `convert` does; or if there is no text to measure on, or an option does
-    not support heads. The first run that fails ends it; finished ones are kept.
+    not support heads. Runs that fail are listed in `left_out`.
     """
     if config.finetune_steps and config.experts.targets != "ffn":
         raise UserError(
@@ -112,6 +117,8 @@ def table(summary: dict[str, Any], *, brief: bool = False) -> Table:
     note = f"Other text, perplexity: {', '.join(other)}. " if other else ""
     if "window_losses" in dense:  # not in records of an earlier version
         note += "±: one standard error, over windows and seeds; inconclusive: within two. "
+    failed = summary.get("left_out", {}).items()
+    note += " ".join(f"{name} failed: {why.rstrip('.')}." for name, why in failed)
     made = table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
     if brief:
         broken = [[cell and cell.replace(" (", "\n(") for cell in row] for row in made.rows]
@@ -240,30 +247,51 @@ def _fitting(
 def _measure(
     config: CompareConfig, points: list[Point], model: DenseModel, progress: Progress
 ) -> dict[str, Any]:
-    """Make every run that is not finished yet; returns the record of a comparison."""
+    """Make every run that is not finished yet; returns the record of a comparison.
+
+    A run that fails is listed in `left_out` with the reason, and the others are made. Raises the
+    error if all fail, or if the first ones fail for the same reason.
+    """
     require_one_process(f"dotmoe {config.command}")
-    rows = list[Row]()
-    for point in list(_fitting(config, points, model, progress)):
-        progress.log(f"{point.name}:")
-        if isinstance(point.config, PruneRunConfig):
-            results = prune(point.config, progress)
-        else:
-            results = convert(point.config, progress).results
-        dense = results["dense"]
-        if not rows:
-            whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
-            whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
-            rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
-        for row in _rows(point, results, model):
-            rows.append(row)
-            if _is_finetuned(config, point.config, row):
-                tuned = f"{row['run']}-finetuned"
-                progress.log(f"{tuned}:")
-                rows.append(row | _finetune(config, row, tuned, progress))
+    rows, left_out = list[Row](), dict[str, str]()
+
+    @contextmanager
+    def unless_it_fails(name: str) -> Iterator[None]:
+        progress.log(f"{name}:")
+        try:
+            yield
+        except _FAILURES as error:
+            why = str(error) if isinstance(error, UserError) else one_line(repr(error))
+            is_common = why in left_out.values() and not rows
+            left_out[name] = why
+            progress.log(f"{name} failed: {why}")
+            if is_common or (name == names[-1] and not rows):
+                raise
+
+    runs = list(_fitting(config, points, model, progress))
+    names = [point.name for point in runs]
+    for point in runs:
+        with unless_it_fails(point.name):
+            if isinstance(point.config, PruneRunConfig):
+                results = prune(point.config, progress)
+            else:
+                results = convert(point.config, progress).results
+            dense = results["dense"]
+            if not rows:
+                whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
+                whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
+                rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
+            for row in _rows(point, results, model):
+                rows.append(row)
+                if _is_finetuned(config, point.config, row):
+                    tuned = f"{row['run']}-finetuned"
+                    with unless_it_fails(tuned):
+                        rows.append(row | _finetune(config, row, tuned, progress))
     return {
         "origin": "measured",
         "model": config.model,
         "rows": rows,
+        "left_out": left_out,
         **{name: dense[name] for name in ("text", "window", "protocol")},
         "provenance": provenance(config.seed),
     }
