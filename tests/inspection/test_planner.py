@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from inspected_models import inspection, llama_3_8b, sizes, step, tiny
+from inspected_models import HERE, inspection, llama_3_8b, sizes, step, tiny
 
 from dotmoe.measure.inspection.planner import (
     ACCELERATORS,
@@ -85,6 +85,11 @@ def test_a_model_that_fits_is_whole_and_a_larger_one_is_sharded():
     assert planned(wide)["recommended"]["sharded"]
     alone = planned(wide, gpus=1)
     assert alone["recommended"] is alone["hours"] is alone["gpu_hours"] is None
+
+
+def test_processes_of_one_cpu_wait_for_no_link():
+    found = plan(step(sizes(llama_3_8b())), replace(HERE, gpus=2), tokens=1000)
+    assert {each["parts"]["waiting for communication"] for each in found["choices"]} == {0.0}
 
 
 @pytest.mark.parametrize("train", ["assignment", "everything"])

@@ -5,6 +5,7 @@ counted in passes over the model width, the FFN width and the vocabulary. The pa
 are fitted to measured steps; a backward makes twice as many. Nothing overlaps within a device.
 """
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import product
@@ -58,7 +59,7 @@ class Accelerator:
 
     Rates are those of matrix products in `dtype` (measured on large ones, or the dense tensor-core
     peak), in float32 and float64 (0: as in `dtype`), and of memory reads and writes; that of a link
-    to the other GPUs (NVLink, or PCIe) is for one direction.
+    to the other GPUs (NVLink, or PCIe) is for one direction; processes of one CPU need none.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Accelerator:
     double_flops_per_s: float = 0
     bytes_per_s: float
     memory_bytes: int = 0
-    link_bytes_per_s: float = 0
+    link_bytes_per_s: float = math.inf
     on_cpu: bool = False
     origin: str = "quoted"
     gpus: int = 1

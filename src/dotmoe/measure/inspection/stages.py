@@ -86,7 +86,7 @@ class Work(NamedTuple):
         )
         moved = self.moved / (share.moved * machine.bytes_per_s)
         rest = self.disk / DISK_BYTES_PER_S + self.tokens / TOKENS_PER_S
-        rest += self.exchanged / machine.link if machine.link else 0
+        rest += self.exchanged / machine.link
         return (products / share.products + moved + rest) / 3_600
 
 

@@ -4,6 +4,8 @@ This module reads the result files of a run, once per report. What was not measu
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dotmoe.common.errors import UserError
@@ -91,8 +93,20 @@ class RunResults:
         for side, folder in (("against", "against/"), ("model", "tasks/")):
             files = [file for name, file in self.files.items() if name.startswith(folder)]
             if files:
-                sides[side] = of_model(files[0]["model"]["name"], files)
+                with self.reading(f"6_evaluate/{folder}"):
+                    sides[side] = of_model(files[0]["model"]["name"], files)
         return self.named(sides)
+
+    @contextmanager
+    def reading(self, file: str) -> Iterator[None]:
+        """Within this context, a missing or mistyped value of `file` raises a `UserError`."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self.folder / file} lacks a value of the report ({type(error).__name__}: "
+                f"{error}): it is damaged or from another version. {_REMEDY}"
+            ) from error
 
 
 def _object(path: Path) -> Values:

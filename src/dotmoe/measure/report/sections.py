@@ -176,7 +176,8 @@ def sections(run: RunResults) -> dict[str, Blocks]:
     blocks: dict[str, Blocks] = {}
     for title, file, make in SECTIONS:
         if not file or file in run.files:
-            blocks[title] = make(run, run.files.get(file, {}))
+            with run.reading(f"6_evaluate/{file}.json" if file else "6_evaluate"):
+                blocks[title] = make(run, run.files.get(file, {}))
     return {title: section for title, section in blocks.items() if section}
 
 
