@@ -12,15 +12,21 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dotmoe import cli
+from dotmoe import cli, finetune
 from dotmoe.cli import COMMANDS
 from dotmoe.cli.line import Line
 from dotmoe.common.errors import UserError
 from dotmoe.export.architectures import FORMATS
+from dotmoe.export.choice import formats_like
+from dotmoe.export.llama_cpp import Runtime
+from dotmoe.measure.evaluate.harness import require_harness
 from dotmoe.measure.inspection.planner import ACCELERATORS
 from dotmoe.rivals.baselines import METHODS
+from dotmoe.rivals.baselines.contract import optimal_assignment
 from dotmoe.rivals.pruning import PRUNING
+from runs import refusal
 
+WITH_LORA = ("RUN", "OUT", "--train", "lora")
 HELP_COLUMNS, HINT = 100, "See dotmoe convert --help."
 
 
@@ -43,13 +49,15 @@ def test_every_command_has_help_and_common_options_exist(name, command):
 def test_help_version_and_wrong_options_come_without_what_takes_seconds_to_import():
     code = (
         "import sys; from contextlib import suppress; from dotmoe.cli import COMMANDS, run\n"
+        "assert run([]) == 0\n"
         "for line in ['--version'], ['--help'], *([name, option] for name in COMMANDS "
         "for option in ('--help', '--help-all', '--nosuch')):\n"
         "    with suppress(SystemExit): run(line)\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'numpy'} & {*sys.modules}))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.startswith("dotmoe 0.1.0\nusage: dotmoe COMMAND")
+    assert said.stdout.startswith("usage: dotmoe COMMAND")
+    assert "\ndotmoe 0.1.0\nusage: dotmoe COMMAND" in said.stdout
     assert said.stderr.count("error") == len(COMMANDS)
     assert said.stdout.endswith("\n[]\n")
 
@@ -84,6 +92,21 @@ def test_a_reader_that_has_read_enough_is_no_failure_and_no_extra_is_needed():
     os.close(reader)
     assert subprocess.run([sys.executable, "-c", code], stdout=writer).returncode == 0
     os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "needs"),
+    [
+        ("gguf", "gguf", lambda: formats_like("gguf_llama")),
+        ("llama_cpp", "llama-cpp", lambda: Runtime("model.gguf", 1)),
+        ("lm_eval", "eval", require_harness),
+        ("ot", "baselines", lambda: optimal_assignment(torch.ones(4, 2))),
+        ("peft", "lora", lambda: finetune(Line("finetune", WITH_LORA).config())),
+    ],
+)
+def test_a_missing_package_is_named_by_its_extra(package, extra, needs, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    assert f"pip install -e '.[{extra}]'" in refusal(needs)
 
 
 def test_an_option_that_does_not_exist_is_told_in_any_locale(command, monkeypatch):
@@ -142,8 +165,3 @@ def test_help_says_where_each_format_runs(command):
     for name, form in FORMATS.items():
         editable = "can be edited" if form.active_experts_editable else "is fixed"
         assert f"{name}: runs in {', '.join(form.servers)}; k {editable}." in said
-
-
-def test_a_percentage_is_guessed(command):
-    said = command("inspect", "embedded", "--active", "25").refusal()
-    assert "active is 25.0, but it must be at most 1. Did you mean 0.25?" in said

@@ -11,13 +11,11 @@ from dotmoe.method.config import AlignConfig
 from dotmoe.method.granularity import resolve
 from dotmoe.run.config import (
     RECIPES,
-    FinetuneRunConfig,
     RunConfig,
     finetune_recipe,
     recipe,
     recipe_of,
 )
-from dotmoe.text.config import DataConfig
 
 HYPERPARAMETERS = {  # tab:hyperparams_moefication
     "assignment": {"tau_start": 1.0, "tau_end": 0.1},
@@ -85,10 +83,3 @@ def test_recipes_by_name():
     assert finetune_recipe().finetune == tuning
     assert (tuning.kl_weight, tuning.ce_weight, tuning.router_rate) == (1, 0, 0)
     assert tuning.steps * tuning.batch_size * recipe_of("finetune").data.seq_len < 1e6
-
-
-@pytest.mark.parametrize("data", [{"shuffle_buffer": 2}, {"data_seed": 1}])
-def test_options_of_a_text_that_is_not_named_are_refused(data):
-    with pytest.raises(UserError, match="data names no source"):
-        check(FinetuneRunConfig(run="r", out="o", data=DataConfig(**data)))
-    check(FinetuneRunConfig(run="r", out="o", data=DataConfig(seq_len=32)))

@@ -1,6 +1,5 @@
 """`dotmoe compare` and `dotmoe convert --method`, on tiny models, exported and verified."""
 
-import io
 import json
 import math
 import os
@@ -9,16 +8,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError, VerificationError
-from dotmoe.common.tables import to_markdown, to_rich
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.pipeline import convert
-from dotmoe.pipeline.compare import over_seeds, points_of, table
+from dotmoe.pipeline.compare import points_of, table
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.config import BaselineConfig
 from dotmoe.rivals.pruning import PRUNING
@@ -196,39 +193,6 @@ def test_rows_that_windows_and_seeds_cannot_tell_apart_are_inconclusive():
     }
 
 
-def test_a_terminal_of_80_columns_shows_what_decides_and_breaks_no_word():
-    made = {"router": "own, linear", "trained": "router and experts", "weights": "finetuned"}
-    numbers = {"active_fraction": 0.25, "active_std": 0.1, "perplexity": 1565.63, "window": 9}
-    rows = [
-        {"value": name, "loss": 2.5, "loss_above_dense": 0.5, "tokens": 32, **made, **numbers}
-        | {"window_losses": [2.5 - each, 2.5, 2.5 + each], "text_tokens": 140_800}
-        for each, name in enumerate(("dense", "llama_moe_v2_residual", "weight_clusters"))
-    ]
-    shown, console = table({"rows": rows}, brief=True), Console(file=io.StringIO(), width=80)
-    console.print(to_rich(shown))
-    text = console.file.getvalue()
-    assert max(map(len, text.splitlines())) == 80
-    told = (*shown.columns, *(cell for row in shown.rows for cell in row if cell))
-    assert {word for cell in told for word in cell.split()} <= {*text.split()}
-    how = "own router, linear, router and experts trained, finetuned"
-    assert shown.rows[1][0] == f"llama_moe_v2_residual\n{how}"
-    assert "(inconclusive)" in text
-    assert "140,800" not in text
-    assert "140,800" in to_markdown(table({"rows": rows}))
-
-
-def test_over_seeds_every_number_is_a_mean():
-    keys = ("active_fraction", "active_std", "parameters", "over_budget", "seconds", "loss")
-    plain = {"value": "lte", "router": "own", "trained": "nothing", "weights": "frozen"}
-    rows = [
-        plain | {"seed": seed, "loss_above_dense": 0.1} | dict.fromkeys(keys, number)
-        for seed, number in enumerate((1.0, 2.0, 6.0))
-    ]
-    (row,) = over_seeds(rows)
-    assert {key: row[key] for key in keys} == dict.fromkeys(keys, 3.0)
-    assert row["perplexity"] == pytest.approx(math.exp(3))
-
-
 def made(**options):
     """Runs of a comparison."""
     data, eval_text = DataConfig(data=("a.txt",)), options.pop("eval_text", ("b.txt",))
@@ -259,13 +223,6 @@ def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
         "cmoe",
         "llama_moe_v2_residual",
     }
-
-
-def test_a_comparison_without_a_text_of_its_own_or_methods_is_refused():
-    with pytest.raises(UserError, match=r"eval_text names no text.*--eval-text"):
-        made(eval_text=())
-    with pytest.raises(UserError, match="methods names none"):
-        made(methods=())
 
 
 def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run(

@@ -1,7 +1,6 @@
 """The whole benchmark on a tiny pair: what it tells, and what it refuses. No speed is judged."""
 
 import json
-import sys
 import time
 
 import numpy as np
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from dotmoe.common.errors import UserError
 from dotmoe.common.tables import to_markdown
 from dotmoe.export.config import ExportConfig, GgufConfig
-from dotmoe.export.llama_cpp import Runtime
 from dotmoe.export.write import export
 from dotmoe.measure.bench import (
     LlamaRunner,
@@ -125,12 +123,6 @@ def test_every_round_of_decode_computes_what_a_forward_over_all_tokens_does(runt
             seen.append(torch.from_numpy(np.ctypeslib.as_array(found, (2, 264)).copy()))
         # llama.cpp keeps keys and values in float16.
         assert torch.allclose(seen[-1].view(2, 264), last_BV, atol=0.05)
-
-
-def test_without_llama_cpp_the_remedy_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[llama-cpp\]'"):
-        Runtime("model.gguf", 1)
 
 
 @pytest.mark.parametrize(

@@ -104,32 +104,6 @@ def test_another_k_changes_the_config_alone(k, fixed_run, tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["num_experts_per_tok"] == k
 
 
-def test_experts_and_the_shared_expert_are_slices_of_the_dense_weights(
-    exact_model, text_file, tmp_path
-):
-    """The same for a method that makes a shared expert, which arithmetic chooses."""
-    model, out = exact_model("llama"), tmp_path / "run"
-    options = "--method llama_moe_v2_residual --expert-size 16 --active-experts 3 --seq-len 32"
-    options += " --eval-tokens 128 --calibration-tokens 128 --verify-tokens 64 --no-repair"
-    assert run(["convert", str(model), str(out), "--data", str(text_file), *options.split()]) == 0
-    dense, weights = weights_of(model), weights_of(out / "5_export")
-    layout = load_file(out / "3_extract/layout.safetensors")
-    for layer, expert_of_neuron in enumerate(layout["expert_of_neuron"]):
-        place = f"model.layers.{layer}.mlp."
-        names = {-1: f"{place}shared_experts."}
-        names |= {e: f"{place}experts.{e}." for e in range(layout["router"].shape[1])}
-        for expert, name in names.items():
-            neurons = (expert_of_neuron == expert).nonzero().squeeze(1)
-            assert len(neurons)
-            for part in ("gate_proj", "up_proj", "down_proj"):
-                whole = dense[f"{place}{part}.weight"]
-                axis = 1 if part == "down_proj" else 0
-                expected = whole.index_select(axis, neurons)
-                if expert >= 0 and part == "down_proj":
-                    expected = 2 * expected  # against gates of one half
-                assert torch.equal(weights[f"{name}{part}.weight"], expected)
-
-
 def gguf_contents(path):
     """Metadata and tensors of a GGUF, long values as digests."""
     reader = GGUFReader(path)

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from dotmoe.common.errors import UserError
-from dotmoe.measure.config import TextConfig
-from dotmoe.measure.evaluate import EvaluateConfig, evaluate
 from dotmoe.measure.evaluate.generation import continuations
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
@@ -71,22 +69,9 @@ def test_a_chat_model_is_asked_by_its_template(copied, dense, command):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"generate": 300, "prompts": ("a",)}, "to 256, the model's context"),
-        ({"generate": 4}, "--prompts"),
-        ({"generate": 4, "prompts": ("a", "")}, "a prompt has no tokens"),
-        ({"curve": (), "corpus": "text", "against": "llama"}, "--against names .* Leave it out"),
-        ({"corpus": "text", "shots": 0}, "shots is 0, but it is for --tasks alone"),
-        ({"corpus": "text", "out": "text"}, "text.txt is a file or in one"),
-        ({"corpus": "text", "out": "text/results"}, "is a file or in one"),
-    ],
+    ("new_tokens", "prompt", "words"),
+    [(300, [0, 40], "to 256, the model's context"), (4, [], "a prompt has no tokens")],
 )
-def test_wrong_use_is_refused(options, words, tiny_dense, text_file):
-    places = {"text": str(text_file), "text/results": f"{text_file}/results"}
-    places["llama"] = str(tiny_dense("llama"))
-    options = {name: places.get(value, value) for name, value in options.items()}
-    if "corpus" in options:
-        options["corpus"] = TextConfig(text=(options["corpus"],), max_tokens=64)
+def test_a_prompt_that_is_empty_or_too_long_is_refused(new_tokens, prompt, words, dense):
     with pytest.raises(UserError, match=words):
-        evaluate(EvaluateConfig(model=str(tiny_dense("qwen2")), **options))
+        continuations(dense.model, dense.tokenizer, [prompt], new_tokens)

@@ -14,7 +14,7 @@ from scipy.stats import sem
 from dotmoe.common.errors import UserError
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import programs
-from dotmoe.measure.evaluate.harness import chance_of, harness_model, require_harness, run_tasks
+from dotmoe.measure.evaluate.harness import chance_of, harness_model, run_tasks
 from dotmoe.measure.evaluate.tasks import (
     PAPER,
     SETS,
@@ -269,23 +269,6 @@ def test_wrong_use_is_refused_in_one_line_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_an_unknown_task_and_a_hub_that_is_out_of_reach_are_told(tiny_dense, command, tmp_path):
-    options = {"device": "cpu", "out": tmp_path / "out"}
-    said = command("evaluate", tiny_dense("llama"), tasks="hellaswog", **options).refusal()
-    assert "Did you mean hellaswag?" in said
-    said = command("evaluate", tiny_dense("llama"), tasks="papr", **options).refusal()
-    assert "Did you mean paper?" in said
-    said = command("evaluate", tiny_dense("llama"), tasks="piqa", **options).refusal()
-    assert "the data of piqa cannot be read" in said
-
-
-def test_the_harness_is_an_extra(monkeypatch):
-    monkeypatch.setattr("dotmoe.common.errors.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[eval\]'"):
-        require_harness()
-
-
 PRINTED = {
     "paper": (
         {
@@ -333,17 +316,6 @@ def test_a_mean_of_scores_with_an_unknown_error_has_none():
     scores = [{"task": "a", "metric": "acc", "value": 0.5, "stderr": each} for each in (0.1, None)]
     found = mean_of(scores)
     assert (found["value"], found["stderr"], with_error(found)) == (0.5, None, "50.0")
-
-
-@pytest.mark.slow
-def test_a_data_set_that_is_a_script_is_not_the_networks_fault(tiny_dense, monkeypatch, command):
-    def no_scripts(path, **options):
-        raise RuntimeError("Dataset scripts are no longer supported, but found piqa.py")
-
-    monkeypatch.setattr("datasets.load_dataset", no_scripts)
-    said = command("evaluate", tiny_dense("llama"), tasks="piqa", device="cpu").refusal()
-    assert "no longer runs. Choose another task, or update lm-eval" in said
-    assert "network" not in said
 
 
 def test_one_metric_of_a_task_is_the_main_one_and_of_members_of_a_group_none():

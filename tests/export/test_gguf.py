@@ -1,7 +1,5 @@
 """What stands in an exported GGUF, read with the gguf package alone; what is refused."""
 
-import re
-import sys
 from unittest.mock import MagicMock, Mock
 
 import numpy as np
@@ -10,17 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from dotmoe.common.errors import UserError, VerificationError
-from dotmoe.common.options import check
 from dotmoe.common.worker import WorkerDiedError
 from dotmoe.export import gguf_file, llama_cpp
-from dotmoe.export.choice import formats_like
-from dotmoe.export.config import GgufConfig
 from dotmoe.export.format import TensorSpec
 from dotmoe.export.gguf_file import write_gguf
 from dotmoe.export.gguf_format import GgufFormat
 from dotmoe.export.write import ExportRecord
 from dotmoe.models.from_gguf import GgufFile
-from dotmoe.run.config import ReexportConfig
 from runs import LLAMA3_ROPE, rope
 
 YARN_ROPE, DYNAMIC_ROPE = rope("yarn", factor=2.0), rope("dynamic", factor=2.0)
@@ -223,24 +217,3 @@ def test_values_come_back_with_the_error_of_their_format(stored, bits, most, sca
 def test_what_float16_cannot_hold_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"as F16: 70000 .*Choose --gguf-type bf16"):
         stored_rows(tmp_path / "x.gguf", torch.full((1, 32), 70000.0), "F16")
-
-
-def test_without_gguf_the_remedy_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
-    with pytest.raises(UserError, match=re.escape("pip install -e '.[gguf]'")):
-        formats_like("gguf_llama")
-
-
-@pytest.mark.parametrize(
-    ("export_options", "options", "said"),
-    [
-        ({"gguf_type": "q8_0"}, {}, "--gguf-type does not apply to format auto"),
-        ({"format": "gguf", "export_dtype": "bfloat16"}, {}, "--export-dtype .* gguf"),
-        ({"format": "gguf_llama", "max_shard_gib": 1.0}, {}, "--max-shard-gib .* gguf_llama"),
-        ({"format": "gguf_dense"}, {"active_experts": 2}, "--active-experts .* gguf_dense"),
-    ],
-)
-def test_options_that_the_format_does_not_know_are_refused(export_options, options, said):
-    config = ReexportConfig(run="run", out="out", export=GgufConfig(**export_options), **options)
-    with pytest.raises(UserError, match=said):
-        check(config)

@@ -1,12 +1,8 @@
 """`dotmoe finetune RUN OUT`, what comes out of it, and what it refuses."""
 
-import json
 import math
-import re
-from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.method.layout import ExpertLayout
@@ -40,28 +36,6 @@ def test_a_run_is_finetuned_measured_and_exported_again(finished, finetuned, com
     assert "is finetuned already" in twice.refusal()
     resumed = command(*finetuned.copied_to(tmp_path / "copy").command())
     assert (resumed.status, "finetune (everything)" in resumed.err) == (0, False)
-
-
-def test_lora_without_its_package_is_refused(finished, tmp_path, command, monkeypatch):
-    monkeypatch.setattr("dotmoe.common.errors.find_spec", lambda name: None)
-    refused = command("finetune", finished.folder, tmp_path / "out", train="lora").refusal()
-    assert "pip install -e '.[lora]'" in refused
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_the_documents_example_runs(finished, tmp_path, monkeypatch, capsys):
-    document = Path(__file__).parents[2] / "docs/guides/quality.md"
-    example = re.search(r"```python\n(.*?)```", document.read_text(), re.DOTALL)[1]
-    example = example.replace("quickstart-run/dot_moe", str(finished.folder))
-    example = example.replace('"repaired"', '"converted"')  # as this run is
-    monkeypatch.chdir(tmp_path)
-    exec(example.replace("steps=60", "steps=2"), {})
-    *figures, export = capsys.readouterr().out.splitlines()
-    results = json.loads(Path("finetuned/6_evaluate/results.json").read_text())
-    names = ("dense", "converted", "moe")
-    assert figures == [f"{name} {results[name]['perplexity']}" for name in names]
-    assert AutoModelForCausalLM.from_pretrained(export)
 
 
 @pytest.mark.parametrize("name", ["sft", "paper"])
