@@ -8,19 +8,11 @@ from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.granularity import resolve, splits_of
 from dotmoe.models.family import family_of, meta_model
 from dotmoe.run.config import recipe
+from update_documents import paper_models
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-HEADS = ("num_attention_heads", "num_key_value_heads")
-
-
-def published(kind, *sizes, tied=False):
-    return kind(**dict(zip(SIZES + HEADS, sizes, strict=True)), tie_word_embeddings=tied)
-
-
-LLAMA_2_7B = published(LlamaConfig, 32_000, 4_096, 11_008, 32, 32, 32)
-LLAMA_3_8B = published(LlamaConfig, 128_256, 4_096, 14_336, 32, 32, 8)
-QWEN_2_5_7B = published(Qwen2Config, 152_064, 3_584, 18_944, 28, 28, 4)
-QWEN_2_5_HALF_B = published(Qwen2Config, 151_936, 896, 4_864, 24, 14, 2, tied=True)
+MODELS = paper_models()
+TINY = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def counts(config, **settings):
@@ -29,24 +21,25 @@ def counts(config, **settings):
 
 
 @pytest.mark.parametrize(
-    ("config", "settings", "total", "active"),
+    ("model", "settings", "total", "active"),
     [
-        (LLAMA_3_8B, {"active_experts": 28}, 8_030_261_248, 3_802_402_816),
-        (QWEN_2_5_7B, {"active_experts": 37}, 7_615_616_512, 3_338_212_864),
-        (QWEN_2_5_7B, {"active_experts": 74}, 7_615_616_512, 4_764_014_080),
-        (LLAMA_2_7B, {"active_experts": 22}, 6_738_415_616, 3_517_190_144),
-        (LLAMA_2_7B, {"expert_size": 64, "active_experts": 43}, 6_738_415_616, 3_492_024_320),
+        ("LLaMA-3-8B", {"active_experts": 28}, 8_030_261_248, 3_802_402_816),
+        ("Qwen2.5-7B", {"active_experts": 37}, 7_615_616_512, 3_338_212_864),
+        ("Qwen2.5-7B", {"active_experts": 74}, 7_615_616_512, 4_764_014_080),
+        ("LLaMA-2-7B", {"active_experts": 22}, 6_738_415_616, 3_517_190_144),
+        ("LLaMA-2-7B", {"expert_size": 64, "active_experts": 43}, 6_738_415_616, 3_492_024_320),
     ],
 )
-def test_active_parameters_are_the_papers_to_the_digit(config, settings, total, active):
-    counted = counts(config, **settings)
+def test_active_parameters_are_the_papers_to_the_digit(model, settings, total, active):
+    counted = counts(MODELS[model], **settings)
     assert (counted.dense_total, counted.active) == (total, active)
 
 
 def test_the_papers_attention_setting_is_a_recipe_and_its_counts_are_exact():
     (split,) = splits_of(recipe("qwen25_7b_attention").experts, 18_944, 28)
     assert (split.num_experts, split.expert_size, split.active_experts) == (14, 2, 7)
-    found = count_parameters(meta_model(QWEN_2_5_7B), family_of(QWEN_2_5_7B), (split,))
+    config = MODELS["Qwen2.5-7B"]
+    found = count_parameters(meta_model(config), family_of(config), (split,))
     idle = 28 * 14 * (128 * 3_584 * 2 + 128)  # layers, idle heads, W_Q, W_O and the bias of W_Q
     assert (found.dense_total, found.active) == (7_615_616_512, 7_615_616_512 - idle)
     assert found.heads_total == 2 * idle
@@ -57,8 +50,7 @@ def test_the_papers_attention_setting_is_a_recipe_and_its_counts_are_exact():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_the_meta_model_counts_as_the_real_model_and_its_parts_add_up(kind, tied):
-    config = published(kind, 100, 32, 48, 3, 4, 2, tied=tied)
-    config.head_dim = 16
+    config = kind(**TINY, tie_word_embeddings=tied)
     assert all(parameter.is_meta for parameter in meta_model(config).parameters())
     real = AutoModelForCausalLM.from_config(config)
     stored_once = {p.data_ptr(): p.numel() for p in real.parameters()}

@@ -18,6 +18,7 @@ from dotmoe.method.router import Routing
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import family_of, meta_model
 from dotmoe.text.config import DataConfig
+from update_documents import paper_models
 
 HERE = Accelerator(
     name="this CPU",
@@ -38,18 +39,6 @@ TINY = {
     "head_dim": 32,
     "max_position_embeddings": 2_048,
 }
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4_096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8_192,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
 SPLIT = {field.name for field in fields(ExpertsConfig)}
 
 
@@ -58,7 +47,7 @@ def tiny(kind=LlamaConfig, **changes):
 
 
 def llama_3_8b(**changes):
-    return LlamaConfig(**{**LLAMA_3_8B, **changes})
+    return LlamaConfig(**paper_models()["LLaMA-3-8B"].to_dict() | changes)
 
 
 def inspection(config, *, stored=torch.bfloat16, here=HERE, **options):

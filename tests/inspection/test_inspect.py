@@ -7,18 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inspected_models import HERE, LLAMA_3_8B, inspection, llama_3_8b, tiny
+from inspected_models import HERE, inspection, llama_3_8b, tiny
 from rich.console import Console
 from transformers import AutoConfig
 
-from dotmoe.cli import run
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
 from dotmoe.common.tables import in_bytes
 from dotmoe.measure.inspection import chosen_in_time, stored_dtype
 from dotmoe.measure.inspection.tables import render
 from dotmoe.method.config import RepairConfig
-from dotmoe.method.granularity import from_record
 from dotmoe.run.config import recipe
 from runs import TINY_FINETUNE, TinyRun, slow_but, with_an_outlier
 
@@ -68,15 +66,6 @@ def test_tables_fit_eighty_columns_with_counts_split_sizes_and_every_machine(opt
         assert in_bytes(sum(found[name].values())) in text
 
 
-def test_what_is_not_asked_for_is_not_shown():
-    text = shown(inspection(llama_3_8b(), steps=0))
-    assert "start from data" in text
-    assert "tokens/s" not in text
-    text = " ".join(shown(inspection(llama_3_8b(), first_dense_layers=16)).split())
-    assert "layers 16 to 31: 112 experts of 128 neurons" in text
-    assert "every layer" not in text
-
-
 def test_the_record_is_json_and_its_totals_are_sums():
     record = json.loads(json.dumps(inspection(llama_3_8b())))
     assert record["origin"] == "estimated"
@@ -96,22 +85,6 @@ def test_sequences_longer_than_the_context_are_costed_as_they_would_run():
     config = tiny(max_position_embeddings=512)
     short, long = (inspection(config, seq_len=n) for n in (512, 2_048))
     assert short == long
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"device": "banana"}, "device is 'banana', .*cpu.*cuda.*"),
-        ({"device": "cuda:99"}, "device is 'cuda:99', .*cpu.*cuda.*"),
-        ({"expert_size": 100}, "expert_size is 100, .* Choose 64 or 112"),
-        ({"gpus": 0}, "gpus is 0, but it must be at least 1.*"),
-        ({"first_dense_layers": 32}, "first_dense_layers is 32, .* Choose 0 to 31"),
-        ({"finetune_steps": 0}, "finetune_steps is 0, but it must be at least 1.*"),
-    ],
-)
-def test_what_cannot_be_inspected_is_refused_in_one_line(options, why):
-    with pytest.raises(UserError, match=f"^{why}[.]$"):
-        inspection(llama_3_8b(), **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -138,39 +111,6 @@ def test_without_weights_the_config_says_the_dtype_and_damaged_ones_are_refused(
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(UserError, match=r"model.safetensors is no valid .*Get it again\.$"):
         stored_dtype(tiny(), tmp_path)
-
-
-def test_inspect_takes_what_convert_takes_and_plans_exactly_that(tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    written = {"command": "convert", "model": "MODEL", "out": "OUT", "experts": {"experts": 64}}
-    (tmp_path / "config.json").write_text(json.dumps(written))
-
-    def plan(*words):
-        line = ["inspect", str(tmp_path / "model"), *words, "--device", "cpu", "--gpu", "h100"]
-        assert run([*line, "--json"]) == 0
-        record = json.loads(capsys.readouterr().out)
-        record["names"] = [row["stage"] for row in record["conversions"][0]["stages"]]
-        return record
-
-    usual, paper = plan("OUT", "--data", "none.txt"), plan("--recipe", "paper")
-    last = ["extraction", "repair", "export", "evaluation"]
-    assert usual["names"] == ["tokenise", "dense layers", "start from data", *last]
-    assert ("up to 2 leading layers" in usual["chosen"][0], paper["chosen"]) == (True, [])
-    assert paper["names"] == ["tokenise", "alignment", *last[::2], last[3]]  # from a random start
-    assert usual["run"]["calibration_tokens"] == 40 * 4_096
-    assert (usual["run"]["repair_tokens"], usual["run"]["repair_epochs"]) == (40 * 14_336, 2)
-    assert paper["run"]["tokens"]["align"] == 3_500 * 64 * 2_048
-    (split,) = from_record(usual["granularity"])
-    assert split.active_experts * 128 + split.shared_size == 7_168
-    fewer = plan("--repair-tokens", "4096", "--repair-epochs", "0", "--dtype", "float32")
-    assert fewer["conversions"][0]["stages"][4]["memory"]["dense weights"] == 4 * 8_030_261_248
-    assert fewer["conversions"][0]["hours"] < usual["conversions"][0]["hours"]
-    stored = inspection(llama_3_8b(), stored=torch.float32, gpu="h100")["conversions"][0]
-    assert stored["stages"][-1]["memory"]["dense weights"] == 4 * 8_030_261_248  # as convert does
-    (by_file,) = from_record(plan("--config", str(tmp_path / "config.json"))["granularity"])
-    assert by_file.num_experts * by_file.expert_size + by_file.shared_size == 14_336
-    assert by_file.expert_size == 14_336 // 64
 
 
 CHOICES = {
@@ -240,6 +180,9 @@ def test_a_named_gpu_is_planned_for_and_this_machine_is_not_even_measured(monkey
     assert 1 / 8 < shares["repair"] < 0.5
     assert "on 1 x H100" in shown(found)
     assert "this CPU" not in shown(found)
+    for how in ({"stored": torch.float32}, {"dtype": "float32"}):
+        stages = inspection(llama_3_8b(), gpu="h100", here=None, **how)["conversions"][0]["stages"]
+        assert stages[-1]["memory"]["dense weights"] == 4 * 8_030_261_248
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from inspected_models import HERE, inspection, llama_3_8b, sizes, step, tiny
+from inspected_models import HERE, inspection, llama_3_8b, sizes, step
 
 from dotmoe.measure.inspection.planner import (
     ACCELERATORS,
@@ -15,13 +15,7 @@ from dotmoe.measure.inspection.planner import (
     traffic,
 )
 from dotmoe.measure.inspection.sizes import step_memory
-
-RANKS = 8
-LLAMA_3_8B: dict[str, int] = {}
-QWEN_7B = {"hidden_size": 3_584, "intermediate_size": 18_944, "num_hidden_layers": 28}
-QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064}
-QWEN_32B = {"hidden_size": 5_120, "intermediate_size": 27_648, "num_hidden_layers": 64}
-QWEN_32B |= {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152_064}
+from update_documents import paper_models
 
 
 def planned(config, task="align", **options):
@@ -30,34 +24,18 @@ def planned(config, task="align", **options):
     return made | {"tokens": found["run"]["tokens"][task]}
 
 
-@pytest.mark.parametrize(("ranks", "layers"), [(1, 2), (2, 1), (3, 1)])
-def test_affinities_are_divided_by_layer(ranks, layers):
-    assert step(sizes(tiny(), experts=16), ranks=ranks).own_affinities == layers * 256 * 16
-
-
-def test_the_papers_alignment_is_three_forwards_and_takes_less_than_its_three_hours():
-    """On eight H100. To within attention scores, routers and assignment."""
-    simple = 3 * 2 * (8_030_261_248 - 128_256 * 4_096) * 64 * 2_048
-    assert simple < sum(products(step(sizes(llama_3_8b()))).values()) < 1.15 * simple
-    found = planned(llama_3_8b())
-    assert found["tokens"] == 458_752_000 == 3_500 * 64 * 2_048
-    # At the peak of eight H100 and nothing but products: 0.73 hours.
-    assert 0.8 < found["hours"] < 3
-    assert found["gpu_hours"] == pytest.approx(8 * found["hours"])
-
-
 @pytest.mark.parametrize(
-    ("config", "gpus", "offloads"),
+    ("model", "gpus", "offloads"),
     [
-        (QWEN_7B, 1, True),
-        (QWEN_7B, 8, False),
-        (LLAMA_3_8B, 1, True),
-        (LLAMA_3_8B, 8, False),
-        (QWEN_32B, 8, True),
+        ("Qwen2.5-7B", 1, True),
+        ("Qwen2.5-7B", 8, False),
+        ("LLaMA-3-8B", 1, True),
+        ("LLaMA-3-8B", 8, False),
+        ("Qwen2.5-32B", 8, True),
     ],
 )
-def test_all_defaults_fit_gpus_of_80_gb(config, gpus, offloads):
-    found = inspection(llama_3_8b(**config), gpu="h100", gpus=gpus, repair=True)
+def test_all_defaults_fit_gpus_of_80_gb(model, gpus, offloads):
+    found = inspection(paper_models()[model], gpu="h100", gpus=gpus, repair=True)
     ways = {made["task"]: made["recommended"] for made in found["plans"]}
     assert all(ways.values())
     (conversion,) = found["conversions"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
 from dotmoe.models.family import DenseModel, family_of, meta_model, num_parameters
@@ -22,6 +22,7 @@ from dotmoe.rivals.pruning.modegpt import joint_rank
 from dotmoe.rivals.pruning.slicegpt import sliced, sliced_parameters
 from dotmoe.rivals.pruning.two_of_four import corrected, kept_of_four
 from runs import TINY_CONVERT, passed
+from update_documents import paper_models
 
 STOCK = [name for name in PRUNING if PRUNING[name].applied is None]
 TWO_OF_FOUR = [name for name in PRUNING if name.endswith("2_4")]
@@ -309,17 +310,10 @@ def test_the_first_axes_are_the_principal_ones_and_all_of_them_are_the_dense_mod
     np.testing.assert_allclose(energy[::-1], singular**2, rtol=1e-3, atol=1e-3)
 
 
-def published(*sizes):
-    """A model without weights of the sizes of a published one."""
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    keys += ("num_key_value_heads", "vocab_size")
-    config = AutoConfig.for_model(sizes[-1], **dict(zip(keys, sizes, strict=False)))
+def published(name):
+    """A model of the paper without weights."""
+    config = paper_models()[name]
     return DenseModel(model=meta_model(config), weights="meta", family=family_of(config), source="")
-
-
-LLAMA_2_7B = (4096, 11008, 32, 32, 32, 32000, "llama")
-LLAMA_3_8B = (4096, 14336, 32, 32, 8, 128256, "llama")
-QWEN_7B = (3584, 18944, 28, 28, 4, 152064, "qwen2")
 
 
 def by_width(width):
@@ -348,21 +342,21 @@ def by_groups(dense):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "left", "billions"),
+    ("model", "left", "billions"),
     [
-        (LLAMA_2_7B, by_width(2048), 3.7298),
-        (LLAMA_3_8B, by_width(1720), 3.9042),
-        (QWEN_7B, by_width(2000), 4.7478),
-        (LLAMA_3_8B, by_groups, 6.612586496),
-        (LLAMA_2_7B, by_share(0.51), 3.5652),
-        (LLAMA_3_8B, by_share(0.40), 3.8427),
-        (QWEN_7B, by_share(0.585), 4.9075),
-        (QWEN_7B, by_share(0.395), 3.6677),
+        ("LLaMA-2-7B", by_width(2048), 3.7298),
+        ("LLaMA-3-8B", by_width(1720), 3.9042),
+        ("Qwen2.5-7B", by_width(2000), 4.7478),
+        ("LLaMA-3-8B", by_groups, 6.612586496),
+        ("LLaMA-2-7B", by_share(0.51), 3.5652),
+        ("LLaMA-3-8B", by_share(0.40), 3.8427),
+        ("Qwen2.5-7B", by_share(0.585), 4.9075),
+        ("Qwen2.5-7B", by_share(0.395), 3.6677),
     ],
 )
-def test_published_settings_leave_the_published_counts(sizes, left, billions):
+def test_published_settings_leave_the_published_counts(model, left, billions):
     digits = len(str(billions)) - 2
-    assert round(left(published(*sizes)) / 1e9, digits) == billions
+    assert round(left(published(model)) / 1e9, digits) == billions
 
 
 # --- groups
@@ -671,9 +665,9 @@ def test_what_costs_nothing_goes_within_the_budget_too(dense, tokens_BT):
 def test_what_the_device_cannot_hold_is_refused_before_it_is_loaded(monkeypatch):
     memory = {"cpu": 1 << 40, "cuda": 1 << 34}  # the model itself is on neither
     monkeypatch.setattr(by_curvature, "memory_of", lambda device: memory[device.type])
-    PRUNING["k_obd"].require(published(*LLAMA_2_7B), torch.device("cpu"))
+    PRUNING["k_obd"].require(published("LLaMA-2-7B"), torch.device("cpu"))
     with pytest.raises(UserError, match=r"need 93.15 GiB for .* curvature, .* 16.00 GiB of"):
-        PRUNING["k_obd"].require(published(*LLAMA_2_7B), torch.device("cuda"))
+        PRUNING["k_obd"].require(published("LLaMA-2-7B"), torch.device("cuda"))
 
 
 # --- all
