@@ -30,6 +30,7 @@ from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import load_dense
+from dotmoe.text.blocks import TokenBlocks
 
 PATIENCE_S = 240
 TEXT = "\n".join(
@@ -319,6 +320,12 @@ def passed(modules: Mapping[Any, torch.nn.Module], run: Callable[[], Any]) -> di
             hooks.enter_context(module.register_forward_hook(partial(see, name)))
         run()
     return seen
+
+
+def random_blocks(rows: int) -> TokenBlocks:
+    """Blocks of 24 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    return TokenBlocks(torch.randint(2, 258, (rows, 24), generator=generator, dtype=torch.int32))
 
 
 def affinity(*shape, std=1.0, seed=0):

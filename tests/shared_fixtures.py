@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from dotmoe.cli import run
 from dotmoe.common import worker
+from dotmoe.common.distributed import fsdp_mesh
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.write import export
 from dotmoe.method.calibrate import ROUNDS
@@ -106,6 +107,13 @@ def all_rounds():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dotmoe.method.calibrate.ROUNDS", ROUNDS)
         yield
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """This process alone, over which FSDP2 divides weights all the same."""
+    with fsdp_mesh(torch.device("cpu"), shard=True) as mesh:
+        yield mesh
 
 
 @pytest.fixture

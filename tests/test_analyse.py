@@ -16,15 +16,14 @@ from dotmoe.measure import analyse as module
 from dotmoe.measure.analyse import captured_routes, load_of, load_statistics, warnings_of
 from dotmoe.method.layout import ALWAYS_ON
 from dotmoe.method.masked import masked_by
-from runs import passed
+from runs import passed, random_blocks
 
 E, K, T = 12, 3, 4000
 
 
 @pytest.fixture
 def tokens():
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(2, 258, (10, 24), generator=generator, dtype=torch.int32)
+    return random_blocks(10).tokens_BT
 
 
 @pytest.fixture

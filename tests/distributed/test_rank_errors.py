@@ -1,7 +1,5 @@
 """What one rank has, and what it makes of errors. Oracle: torch.chunk, as DTensor cuts."""
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,11 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dotmoe.common import distributed
 from dotmoe.common.distributed import (
     divided,
-    fsdp_mesh,
-    limit_wait,
     own_rows,
     process_group,
-    resolved_device,
 )
 from dotmoe.common.errors import UserError
 
@@ -64,15 +59,3 @@ def test_a_lost_rank_is_one_line_whatever_connects_them(error, monkeypatch):
         raise error
     with pytest.raises(RuntimeError, match="shape"), process_group(cpu):
         raise RuntimeError("shape mismatch")
-
-
-def test_a_device_may_have_a_name_or_be_one():
-    assert resolved_device("cpu") == resolved_device(torch.device("cpu")) == torch.device("cpu")
-
-
-def test_a_wait_between_ranks_can_be_limited():
-    """On the CPU, with gloo; NCCL's groups have the same method."""
-    with fsdp_mesh(torch.device("cpu"), shard=True):
-        limit_wait(torch.device("cpu"), timedelta(seconds=7))
-        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-        assert backend.options._timeout == timedelta(seconds=7)

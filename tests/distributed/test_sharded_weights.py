@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -17,24 +16,14 @@ CPU = torch.device("cpu")
 TOKENS = torch.arange(2, 50).view(2, 24)
 
 
-@pytest.fixture
-def line_of_one():
-    """A mesh of this process alone, over which FSDP2 shards all the same."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 def loaded(folder, mesh, dtype=torch.float32):
     return read_weights(describe_dense(str(folder)), CPU, dtype, mesh)
 
 
 @pytest.mark.parametrize(("family_name", "tied"), [*product(FAMILIES, [False]), ("llama", True)])
-def test_a_sharded_model_computes_what_transformers_does(
-    family_name, tied, tiny_dense, line_of_one
-):
+def test_a_sharded_model_computes_what_transformers_does(family_name, tied, tiny_dense, ranks):
     folder = tiny_dense(family_name, tied=tied)
-    model = loaded(folder, line_of_one)
+    model = loaded(folder, ranks)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert not any(parameter.requires_grad for parameter in model.parameters())
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -47,9 +36,9 @@ def test_a_sharded_model_computes_what_transformers_does(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_are_held_in_the_dtype_asked_for(dtype, tiny_dense, line_of_one):
+def test_weights_are_held_in_the_dtype_asked_for(dtype, tiny_dense, ranks):
     folder = tiny_dense("llama", dtype="bfloat16")
-    model = loaded(folder, line_of_one, dtype)
+    model = loaded(folder, ranks, dtype)
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     for one, other in zip(model.parameters(), stock.parameters(), strict=True):
         assert one.dtype == dtype

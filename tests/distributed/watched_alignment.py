@@ -23,10 +23,9 @@ from dotmoe.method.granularity import Granularity
 from dotmoe.method.masked import masked
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.hooks import recomputing
-from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import TrainingConfig
 from dotmoe.training.loop import train
-from runs import loaded
+from runs import loaded, random_blocks
 
 E, K, STEPS = 12, 3, 4
 CONFIG = AlignConfig(
@@ -48,18 +47,13 @@ class StoppedError(Exception):
     """Instead of a kill."""
 
 
-def random_blocks():
-    generator = torch.Generator().manual_seed(3)
-    return TokenBlocks(torch.randint(2, 258, (20, 24), generator=generator, dtype=torch.int32))
-
-
 def split_of(dense):
     return Granularity(num_experts=E, expert_size=dense.widths.ffn // E, active_experts=K)
 
 
 def new_task(dense, start):
     splits = (split_of(dense),)
-    return Watched(dense, random_blocks(), (start,), splits, CONFIG, ASSIGNMENT, seed=0)
+    return Watched(dense, random_blocks(20), (start,), splits, CONFIG, ASSIGNMENT, seed=0)
 
 
 def learned_by(task):
@@ -70,7 +64,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
     """Calibration, the gradients of a first step, and a short alignment (resumed if begun)."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     dense = loaded(model, sharding=sharding)
-    config, blocks = CalibrateConfig(calibration_tokens=240), random_blocks()
+    config, blocks = CalibrateConfig(calibration_tokens=240), random_blocks(20)
     start = calibrate(dense, blocks, split_of(dense), config, seed=0)
     first = new_task(dense, start)
     with masked(dense, first.maskings), recomputing(dense, recompute):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from two_ranks import unloaded_dense
 
-from dotmoe.common.distributed import fsdp_mesh
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.finetuning import Student
 from dotmoe.text.blocks import TokenBlocks
@@ -17,13 +16,6 @@ def blocks():
     """16 blocks of 24 tokens, of a simple pattern."""
     start = torch.randint(2, 200, (16, 1))
     return TokenBlocks((start + torch.arange(24) % 5).to(torch.int32))
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """This process alone, over which FSDP2 divides weights all the same."""
-    with fsdp_mesh(torch.device("cpu"), shard=True) as mesh:
-        yield mesh
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from dotmoe.method.config import AlignConfig, AssignmentConfig, CalibrateConfig,
 from dotmoe.method.finetuning import Finetuning
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.masked import masked
-from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, global_norm, parameters_of, update
+from runs import random_blocks
 
 SMALL = {"batch_size": 2, "micro_batch_size": 2, "lr": 1e-2, "weight_decay": 0.0}
 SPLIT = Granularity(num_experts=6, expert_size=16, active_experts=2)
@@ -89,7 +89,7 @@ def test_the_start_reads_40_tokens_an_input_as_shares_and_rounds_at_a_hundredth(
     dense_of, monkeypatch
 ):
     dense, seen, taus = dense_of("llama"), [], []
-    blocks = TokenBlocks(torch.randint(2, 258, (200, 24), dtype=torch.int32))
+    blocks = random_blocks(200)
     begin, plan = start.router_aware_start, start.balanced_plan
 
     def remember(x_TD, share_TN, *rest, **named):

@@ -51,6 +51,12 @@ def test_a_second_sigint_interrupts_at_once(tmp_path):
     assert Checkpoints(tmp_path).newest() is None
 
 
+def test_sigterm_before_a_training_says_how_to_go_on(monkeypatch, capsys):
+    monkeypatch.setattr("dotmoe.cli._dispatch", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert run([]) == 143
+    assert "SIGTERM stopped it. What is finished is kept; the same" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_line_says_how_to_go_on(signum, status, monkeypatch, capsys):
     def stopped(*arguments):
