@@ -16,7 +16,6 @@ from dotmoe.common.files import (
     damage_in,
     read_json,
     remove,
-    require_free,
     save_tensors,
     sha256_of,
     write_json,
@@ -122,8 +121,3 @@ def test_a_link_to_a_folder_is_written_through_and_removed_without_what_it_links
     assert os.listdir(tmp_path) == ["folder"]
     remove(folder)
     assert not os.listdir(tmp_path)
-
-
-def test_too_little_room_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="bytes are needed"):
-        require_free(tmp_path, 1 << 60)

@@ -24,6 +24,7 @@ from runs import in_turn, put_into, refusal, rewritten
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
+INDEX = "model.safetensors.index.json"
 
 
 def with_config(name="config.json", **changes):
@@ -139,6 +140,9 @@ BEFORE_WEIGHTS = [
     (with_config(dtype="bf16"), "is no valid llama config .*'bf16'"),
     (with_config(quantization_config={"quant_method": "gptq"}), "Choose the unquantised check"),
     (lambda folder: None, "holds no model.safetensors"),
+    (with_text(INDEX, '{"weight_map": {"x": 3}, "metadata": {}}'), "has no weight_map"),
+    (with_text(INDEX, '{"weight_map": ["x"], "metadata": {}}'), "has no weight_map"),
+    (with_text(INDEX, '["weight_map"]'), "must hold one JSON object"),
 ]
 
 
@@ -229,20 +233,6 @@ def test_a_kernel_that_the_config_names_need_not_be_installed(copied, key):
     dense = load_dense(str(copied), LoadConfig())
     assert dense.model.config._attn_implementation == "sdpa"
     left_on_disk(dense, LoadConfig()).model(input_ids=torch.arange(2, 18)[None])
-
-
-@pytest.mark.parametrize(
-    ("index", "expected"),
-    [
-        ({"weight_map": {GATE: 3}, "metadata": {}}, "has no weight_map"),
-        ({"weight_map": [GATE], "metadata": {}}, "has no weight_map"),
-        (["weight_map"], "must hold one JSON object"),
-    ],
-)
-def test_a_malformed_index_is_refused_in_a_line(copied, index, expected):
-    (copied / "model.safetensors").unlink()
-    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert re.search(expected, refusal_of(copied))
 
 
 def test_overflow_in_float16_is_noticed(copied):

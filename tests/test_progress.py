@@ -1,6 +1,5 @@
 """Lines and bars on standard error. Oracle: the text itself."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -38,30 +37,3 @@ def test_without_a_terminal_lines_tell_speed_and_time_left(clock, capsys):
         "align: 21 of 100, 32 tokens/s, 0:02:38 left, kl 1",
     ]
     assert lines[-1] == "align: 100 of 100, 32 tokens/s, kl 1"
-
-
-def test_lines_become_rarer_as_the_work_goes_on(clock, capsys):
-    with Progress().bar("layers") as update:
-        for minute in range(24 * 60 + 1):
-            update(minute, 24 * 60)
-            clock.now += 60
-    lines = capsys.readouterr().err.splitlines()
-    minutes = [int(line.split()[1].replace(",", "")) for line in lines]
-    gaps = [later - earlier for earlier, later in pairwise(minutes)]
-    assert gaps[:10] == [1] * 10
-    assert (max(gaps), gaps[-2]) == (5, 5)
-    assert "tokens" not in "".join(lines)
-
-
-def test_the_next_model_is_counted_anew(clock, capsys):
-    with Progress().bar("evaluate", tokens=1) as update:
-        for seconds, done in [(0, 100), (20, 200), (50, 50), (10, 150), (5, 200)]:
-            clock.now += seconds
-            update(done, 200)
-    assert capsys.readouterr().err.splitlines() == [
-        "evaluate: 100 of 200",
-        "evaluate: 200 of 200, 5 tokens/s",
-        "evaluate: 50 of 200",
-        "evaluate: 150 of 200, 10 tokens/s, 0:00:05 left",
-        "evaluate: 200 of 200, 10 tokens/s",
-    ]

@@ -4,13 +4,10 @@
 """
 
 import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from dotmoe.cli.quickstart import quickstart, run_configs
@@ -19,7 +16,7 @@ from dotmoe.models.family import FAMILIES
 from dotmoe.pipeline import settled_config
 from dotmoe.run.config import QuickstartConfig
 from export.comparison import logits_of, masked_logits, relative_error
-from runs import Forked, TinyRun, loaded, slow_but, with_an_outlier
+from runs import TinyRun, loaded, slow_but, with_an_outlier
 
 TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.is_own}
 TWINS["qwen3_5_text"] = "Qwen3_5MoeForCausalLM"
@@ -43,13 +40,6 @@ def test_a_run_gives_a_stock_checkpoint_that_computes_what_its_layout_says(
     assert relative_error(logits_of(exported, tokens_BT), expected) < 1e-3
 
 
-def test_the_written_config_repeats_the_run(finished, command, tmp_path):
-    again = ["--config", finished.folder / "config.json"]
-    assert command("convert", finished.source, tmp_path / "run", *again).status == 0
-    repeated = finished.at(tmp_path / "run").layout()
-    assert torch.equal(repeated.expert_of_neuron_LN, finished.layout().expert_of_neuron_LN)
-
-
 @pytest.mark.parametrize(
     ("family", "method", "dense_layers"),
     [
@@ -71,21 +61,6 @@ def test_the_defaults_are_half_active_and_an_outlier_dense_where_all_can_hold_it
     assert split["first_dense_layers"] == dense_layers
     written = json.loads((out / "config.json").read_text())["experts"]
     assert (written["active"], written["shared"]) == (0.5, 0)
-
-
-@pytest.mark.parametrize("moment", ["", "2_align/metrics.jsonl"])
-def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
-    made = finished.at(tmp_path / "run", steps=4000, max_epochs=10_000)
-    process, sign = Forked(made.command()), made.folder / moment
-    assert process.is_there_when(lambda: sign.exists() and sign.stat().st_size > 0), process.said()
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait() == 128 + signal.SIGTERM
-    said = process.said()
-    assert "the same command goes on" in said
-    assert "Traceback" not in said
-    if moment:
-        assert "SIGTERM stopped the run after step" in said
-        assert list((made.folder / "2_align/checkpoints").glob("step_*"))
 
 
 def test_the_two_runs_of_the_quickstart_differ_in_the_method_alone():

@@ -58,22 +58,3 @@ def test_a_run_becomes_a_gguf_of_the_same_perplexity(
     expected, found = (evaluated(model, **options)[0]["perplexity"] for model in (stock, out))
     # Near-ties may be routed otherwise.
     assert found == pytest.approx(expected, rel=1e-4 if name == "gguf_dense" else 2e-2)
-
-
-def test_each_measurement_is_printed_and_kept(finished, evaluated, tmp_path):
-    text = tmp_path / "short.txt"
-    text.write_text("The crow ate seven figs and went on. " * 20)
-    folder, model = finished.folder, finished.source
-    fidelity, said = evaluated(folder, "--fidelity", text=text, window=64)
-    assert "before the LM head" in said
-    assert fidelity["against"] == str(model)
-
-    made, said = evaluated(folder, against=model, generate=5, prompts=["The crow", "Line"])
-    assert made["model"]["prompts"] == ["The crow", "Line"]
-    assert f"--- {'Line'!r}" in said
-    assert repr(made["model"]["texts"][1]) in said
-
-    both, said = evaluated(folder, against=model, text=text, window=64)
-    alone, _ = evaluated(model, text=text, window=64)
-    assert both["against"]["perplexity"] == alone["perplexity"]
-    assert f"{alone['perplexity']:.3f}" in said

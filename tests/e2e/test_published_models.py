@@ -7,8 +7,6 @@ tokenizers library and stock Transformers.
 
 import json
 import re
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.test_tokenizer import ids_in_file, ids_of, with_pad
 from dotmoe.common.errors import UserError
-from dotmoe.export.architectures import FORMATS
 from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import export
 from dotmoe.models.load import dense_config
 from dotmoe.text.blocks import pack
-from export.comparison import logits_of, masked_logits, relative_error, step_by_step, stock_logits
+from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 from runs import TEXT, loaded, slow_but
 from zoo import KINDS, write_tokenizer
 
@@ -163,36 +160,6 @@ def test_a_published_model_goes_all_the_way(name, tmp_path, layout_of):
     again = AutoTokenizer.from_pretrained(out)
     is_told = record.format == "dotmoe" and "does not give the ids" in " ".join(record.notes)
     assert is_told != (ids_of(again) == ids_in_file(tmp_path / "dense"))
-
-
-def one_of_each_family():
-    """The first stand-in of every model type."""
-    families = {MODELS[name]["config"]["model_type"]: name for name in reversed(STAND_INS)}
-    return sorted(families.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", one_of_each_family())
-def test_every_format_says_with_a_cache_what_it_says_without(name, tmp_path, layout_of):
-    """In float32 the same, and in bfloat16 as close to the masked model as all tokens at once."""
-    written(tmp_path / "dense", name)
-    dense = loaded(tmp_path / "dense")
-    tokens_BT = pack([TEXT], dense.tokenizer, 48)[0].long().view(4, 12)
-    layout, held = layout_of(dense, dtype=torch.bfloat16), []
-    for form in FORMATS:
-        out = tmp_path / form
-        with suppress(UserError):
-            export(dense, (layout,), out, ExportConfig(format=form), tokens_BT)
-            held.append(form)
-            reference, errors = masked_logits(dense, layout, tokens_BT), []
-            for dtype in (torch.float32, torch.bfloat16):
-                model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
-                for how in (logits_of, partial(step_by_step, prompt=4)):
-                    errors.append(relative_error(how(model, tokens_BT).float(), reference))
-            at_once, in_steps, half_at_once, half_in_steps = errors
-            assert max(at_once, in_steps) < 8e-3
-            assert half_in_steps < 1.5 * half_at_once + 8e-3
-    assert held[-1] == "dotmoe"
 
 
 def test_a_config_that_transformers_does_not_read_is_refused_in_one_line(tmp_path):

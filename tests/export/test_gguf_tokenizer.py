@@ -221,14 +221,6 @@ def test_an_unknown_tokenizer_is_left_out_and_said_so(tokenizer, reason, holding
     assert reason in note
 
 
-def test_a_file_without_tokenizer_runs_token_ids(holding, written):
-    pytest.importorskip("llama_cpp")
-    record = written(holding(trained(GPT2)), tokenizer="none").record
-    assert record.details["tokenizer"] == "none"
-    assert record.verification["run"]["tokenized_texts"] == 0
-    assert record.verification["run"]["logits_error"] < 1e-5
-
-
 def test_what_the_tokenizer_says_besides_is_carried(holding):
     tokenizer = trained(split(QWEN2), normalizer=normalizers.NFC())
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
