@@ -6,7 +6,6 @@ And the examples in docstrings, which give what they say.
 import ast
 import doctest
 import importlib
-import json
 import pkgutil
 import re
 import tomllib
@@ -56,42 +55,9 @@ def test_numbers_of_documents_are_those_of_the_files():
         )
 
 
-def test_a_template_gives_rows_and_text_of_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(updater, "ROOT", tmp_path)
-    rows = [{"name": "a", "loss": {"books": 1.25}}, {"name": "b", "size": None, "loss": {}}]
-    (tmp_path / "x.json").write_text(json.dumps({"rows": rows, "tokens": 1234}))
-    template = """<!-- from x.json: (row for row in rows if row.name{})
-| name | loss |
-| --- | ---: |
-| {{name}} | {{loss.books:.1f}} |
-
-{{len(rows)}} of {{len(record.rows)}}, {{tokens:,}} tokens; {{file}}.
--->
-{}<!-- end -->"""
-    made = (
-        "| name | loss |\n| --- | ---: |\n| a | 1.2 |\n| b | - |\n\n2 of 2, 1,234 tokens; x.json.\n"
-    )
-    assert updater.rendered(template.format("", "old\n")) == template.format("", made)
-    with pytest.raises(SystemExit, match="no row has a value of"):
-        updater.rendered(template.format(" == 'b'", ""))
-
-
-def test_links_lead_somewhere():
-    for document in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-            is_template = "{" in target
-            assert is_template or "://" in target or (document.parent / target).is_file(), target
-
-
-def test_every_page_of_the_site_says_what_it_is_for_and_where_to_go_next():
-    site = (ROOT / "mkdocs.yml").read_text()
-    pages = re.findall(r"(\S+\.md)$", site, re.MULTILINE)
-    inside = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert inside <= set(pages)
-    for page in sorted({*pages} - {"index.md"}):
-        text = (ROOT / ("docs" if page in inside else "") / page).read_text()
-        assert re.match(r"# .+\n\nThis page ", text), page
-        assert text.rstrip().splitlines()[-1].startswith("Next: "), page
+def test_every_page_is_in_the_menu_of_the_site():
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages <= {*re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)}
 
 
 def test_the_front_page_is_short_and_its_counts_are_those_of_the_code():
@@ -156,9 +122,3 @@ def test_examples_in_docstrings_give_what_they_say(path):
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert result.attempted
     assert not result.failed
-
-
-def test_docstrings_can_be_read_alone():
-    leaning = re.compile(r'^ *"""(?:Of|That of|Inside,) .*', re.MULTILINE)
-    paths = [*ROOT.glob("src/**/*.py"), *ROOT.glob("benchmarks/*.py")]
-    assert not [line for path in paths for line in leaning.findall(path.read_text())]

@@ -4,7 +4,6 @@ results/: what is measured names the clean commit that it was measured at.
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -21,26 +20,6 @@ FILES = sorted((ROOT / "results").rglob("*.json"))
 OFFENDERS = ROOT / "tests" / "repo" / "results_without_commit.txt"
 KNOWN = {line for line in OFFENDERS.read_text().splitlines() if not line.startswith("#")}
 """May only shrink: a file that is made again goes from it."""
-STATUSES = {"run", "partly run", "not run", "not built"}
-
-
-@pytest.mark.parametrize("name", sorted(README))
-def test_an_experiment_says_what_it_must(name):
-    text, folder = README[name], ROOT / "experiments" / name
-    assert re.match(rf"# `{name.replace('_', '[:_]', 1)}`: ", text)
-    (status,) = re.findall(r"^\*\*Status: (.+?)\*\*", text, re.MULTILINE)
-    sections = dict(re.findall(r"^## (.+)\n\n((?:(?!^## ).*\n)+)", text, re.MULTILINE))
-    assert {"Claim", "At the paper's scale", "Scaled down", "Finding"} <= set(sections)
-    assert all(section.strip() for section in sections.values())
-    assert status in STATUSES
-    assert ("Measured here" in sections) == (status in ("run", "partly run"))
-    assert set(re.findall(r"dotmoe (\w+) .*?--recipe \w+", text)) <= set(COMMANDS)
-    if (folder / "quoted.json").exists():
-        quoted = json.loads((folder / "quoted.json").read_text())
-        assert quoted["origin"] == "quoted"
-        assert quoted["rows"]
-        assert quoted["source"]
-        assert f"<!-- from experiments/{name}/quoted.json\n" in text
 
 
 @pytest.mark.parametrize("name", sorted(MADE))
@@ -150,8 +129,3 @@ def test_results_name_a_clean_commit():
         is_clean = bool(found) and all(commit and "+" not in commit for commit in found)
         name = str(file.relative_to(ROOT / "results"))
         assert is_clean == (name not in KNOWN), f"{name}: {found}"
-
-
-def test_the_list_of_offenders_only_shrinks():
-    assert {str(file.relative_to(ROOT / "results")) for file in FILES} >= KNOWN
-    assert len(KNOWN) <= 13
