@@ -240,7 +240,7 @@ def write_checkpoint(
     for file_name, names in plan.filename_to_tensors.items():
         tensors = dict[str, Tensor]()
         for spec in (by_name[name] for name in names):
-            tensors[spec.name] = tensor = spec.make().to(DTYPES[spec.stored])
+            tensors[spec.name] = tensor = spec.make().to(DTYPES[spec.stored]).contiguous()
             assert tuple(tensor.shape) == spec.shape, f"{spec.name} is {tuple(tensor.shape)}"
             on_progress(next(done), len(by_name), "tensors written")
         save_tensors(tensors, folder / file_name, format="pt")
