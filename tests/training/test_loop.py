@@ -45,5 +45,5 @@ def test_another_tasks_checkpoint_is_refused(tmp_path):
     trained(tmp_path)
     other = Regression()
     other.weight = nn.Parameter(torch.zeros(5))
-    with pytest.raises(UserError, match=r"does not fit this run: .*weight.*Delete"):
+    with pytest.raises(UserError, match=r"does not fit this run .*weight.*Delete"):
         trained(tmp_path, task=other)

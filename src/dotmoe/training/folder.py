@@ -119,8 +119,9 @@ class Checkpoints:
                 load(dict(tensors), storage_reader=FileSystemReader(newest))
         except CheckpointException as error:
             raise UserError(
-                f"{newest} is damaged or does not fit this run: {one_line(_cause_of(error))}. "
-                "Delete it, and the run goes on from one before it, if any."
+                f"{newest} is damaged or does not fit this run "
+                f"({one_line(_cause_of(error))[:160]}). Delete it, and the run goes on from one "
+                "before it, if any."
             ) from error
         return int(newest.name.removeprefix("step_"))
 
