@@ -21,7 +21,7 @@ from dotmoe.rivals.config import BaselineConfig
 from dotmoe.rivals.pruning import PRUNING
 from dotmoe.run.config import CompareConfig, PruneRunConfig
 from dotmoe.text.config import DataConfig
-from runs import TINY_CONVERT, TINY_FINETUNE
+from runs import TINY_CONVERT
 
 OPTIONS = TINY_CONVERT | {"active_experts": 4}
 del OPTIONS["steps"]
@@ -76,28 +76,6 @@ def test_convert_exports_what_static_pruning_leaves(tiny_dense, text_file, tmp_p
     assert results["steps"] == 0
     assert results["verification"]["largest_block_error"] < 0.02
     assert not (out / "2_align").exists()
-
-
-def test_a_shared_expert_is_aligned_exported_and_finetuned(
-    tiny_dense, text_file, tmp_path, command
-):
-    out, model = tmp_path / "run", tiny_dense("llama")
-    options = TINY_CONVERT | {"data": text_file, "active": 0.5, "shared": 0.25}
-    refused = command("convert", model, out, **options, format="mixtral").refusal()
-    assert "cannot hold. Formats that can hold it: glm4_moe" in refused
-    assert not out.exists()
-    assert command("convert", model, out, **options).status == 0
-    results, layout = results_in(out), layout_in(out)
-    shared = 8 * round(layout.granularity.units / 8 / 4)
-    assert results["granularity"]["shared_size"] == layout.granularity.shared_size == shared
-    assert results["verification"]["largest_block_error"] < 0.02
-    state = load_file(out / "2_align" / "state.safetensors")
-    assert state["affinity"].shape[2] == state["router"].shape[1] + 1 == layout.num_experts + 1
-    moved = [json.loads(line) for line in (out / "2_align/metrics.jsonl").read_text().splitlines()]
-    assert max(step["marginal_error"] for step in moved) < 1e-5
-    tuned = TINY_FINETUNE | {"train": "everything"}
-    assert command("finetune", out, tmp_path / "tuned", **tuned).status == 0
-    assert results_in(tmp_path / "tuned")["granularity"] == results["granularity"]
 
 
 def test_a_comparison_measures_all_on_the_same_text_and_goes_on(rows_of, out, monkeypatch):
