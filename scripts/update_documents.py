@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -56,8 +56,8 @@ PART = re.compile(
     r".*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
-FOR_WRITERS = (percent, in_time, in_bytes, difference)
-"""Functions of the package that documents call."""
+FOR_WRITERS = (percent, in_time, in_bytes, difference, median)
+"""Functions that documents call."""
 
 
 class Nothing:
