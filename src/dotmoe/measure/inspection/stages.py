@@ -246,15 +246,15 @@ class Stages:
         matrices = sizes.moe_layers * sum(2 * n**2 for _, n in refitted)
         training = a_pass * trained + heldout
         in_tf32 = machine.held == 2 and not machine.on_cpu  # at half the rate of bfloat16
-        # The masked FFN runs whole for its Gram matrix, and once by its experts.
-        unseen = tokens * (trained > 0)
+        # The masked FFN runs by its experts, and whole only for a Gram matrix.
+        not_whole = tokens * (trained > 0)
         ffns = int(2 * counts.ffn_total * split.active_fraction) * tokens * is_ffn
-        ffns -= 2 * counts.ffn_total * unseen
+        ffns -= 2 * counts.ffn_total * not_whole
         return stream._replace(
             held=stream.held + ffns + in_tf32 * 2 * training,
             single=sizes.moe_layers * grams + (not in_tf32) * training,
             double=sizes.moe_layers * solutions,
-            moved=stream.moved + (trained * 3 - unseen) * passes + ADAM_BYTES * updated,
+            moved=stream.moved + (trained * 3 - not_whole) * passes + ADAM_BYTES * updated,
             exchanged=(ranks - 1) * (3 * FLOAT32 * width * sizes.moe_layers * trained)
             + 2 * (ranks - 1) * 2 * FLOAT32 * matrices // ranks,
         )
