@@ -9,8 +9,9 @@ of `dotmoe evaluate` on it, or with `--against` on the dense model, count if the
 run folder; for tasks, if it is the run folder itself, or DENSE. RUN/bench.json is the output of
 `dotmoe bench --json` for its GGUF file and the dense one.
 
-`rows`: the rows of a comparison, with the scores of `dotmoe evaluate COMPARED/ROW --tasks ... --out
-TASKS/ROW` added. A conversion's scores belong to the weights that it exports. `made_at` lists the
+`rows`: the rows of a comparison, with what `dotmoe evaluate COMPARED/ROW --out TASKS/ROW` found
+added: scores of `--tasks`, and losses on further texts, which count by the name of their folder,
+such as TASKS/ROW/books. They belong to the weights that a conversion exports. `made_at` lists the
 commits at which rows were made: a comparison may be resumed at another commit.
 
 `conversions`: what `convert` chose for each RUN, the time of its stages beside the plan, and its
@@ -101,6 +102,10 @@ def rows(compared: str, tasks: str) -> Row:
             continue
         if scores := main_scores(Path(tasks) / row["run"]):
             row["tasks"] = scores
+        for file in Path(tasks, row["run"]).glob("*/perplexity.json"):
+            measured = read_json(file)
+            texts = row.setdefault("texts", {})
+            texts[file.parent.name] = measured.get("model", measured)
     record["model"] = Path(record["model"]).name
     runs = (read_json(Path(compared, row["run"], "manifest.json")) for row in record["rows"][1:])
     made = (stage["provenance"]["commit"] for run in runs for stage in run["stages"].values())
@@ -139,13 +144,16 @@ def conversions(*folders: str) -> Row:
                 "model": f"{Path(results['config']['model']).name}, dequantised",
                 "time": results["config"]["time"],
                 "chosen": results["granularity"],
-                "repair_tokens": results["repair"]["tokens"],
+                "method": results["config"]["method"],
+                "start": results["config"]["calibrate"]["start"],
+                "steps": results["steps"],
+                "repair_tokens": results.get("repair", {}).get("tokens", 0),
                 "repair_epochs": results["config"]["repairing"]["repair_epochs"],
                 "planned_seconds": {each["stage"]: 3600 * each["hours"] for each in plan["stages"]},
                 "seconds": seconds,
                 "planned": 3600 * plan["hours"],
                 "total": sum(seconds.values()),
-                "before_repair": results["frozen"]["perplexity"],
+                "before_repair": results.get("frozen", results["moe"])["perplexity"],
                 "texts": texts,
                 "made": results["provenance"],
             }
@@ -156,9 +164,5 @@ def conversions(*folders: str) -> Row:
 
 if __name__ == "__main__":
     what, out, *given = sys.argv[1:]
-    collect: dict[str, Callable[..., Row]] = {
-        "table": table,
-        "rows": rows,
-        "conversions": conversions,
-    }
-    write_json(Path(out), collect[what](*given))
+    collect: list[Callable[..., Row]] = [table, rows, conversions]
+    write_json(Path(out), {each.__name__: each for each in collect}[what](*given))

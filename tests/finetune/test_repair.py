@@ -192,6 +192,23 @@ def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
     assert all(layer["ridge"] and layer["heldout_error"] < 1 for layer in found["layers"])
 
 
+def test_four_fifths_of_what_training_changes_are_kept(
+    dense_of, layout_of, text, tmp_path, monkeypatch
+):
+    """Layers are trained behind whole changes, so another share is of the same changes."""
+    dense, config = dense_of("llama"), RepairConfig(repair_tokens=960, repair_epochs=6)
+    layout, before, changes = layout_of(dense, 6), dense.model.state_dict(), []
+    for folder, kept in (("as it is", None), ("whole", 1.0)):
+        if kept:
+            monkeypatch.setattr("dotmoe.method.repair._KEPT", kept)
+        repair(dense, (layout,), text, config, folder=tmp_path / folder)
+        after = made(dense, tmp_path / folder).model.state_dict()
+        changes.append([after[name] - value for name, value in before.items() if "mlp" in name])
+    for kept, whole in zip(*changes, strict=True):
+        error = (kept - 0.8 * whole).abs().mean()
+        assert float(error) < 0.01 * float(whole.abs().mean())
+
+
 @pytest.mark.parametrize(("target", "inputs"), [("ffn", 96), ("attention", 64)])
 def test_a_repair_reads_40_tokens_for_each_input_by_default(target, inputs, dense_of):
     dense = dense_of("llama")
@@ -211,7 +228,7 @@ def test_the_masked_model_comes_closer_to_the_dense_one(family, dense_of, layout
     training, heldout = walks(300 if is_trained else 36), walks(8).tokens_BT.long()
     before = {name: value.clone() for name, value in dense.model.state_dict().items()}
     kl = [divergence(dense, dense, layout, heldout)]
-    for epochs in (0, 4) if is_trained else (0,):
+    for epochs in (0, 8) if is_trained else (0,):
         out, config = tmp_path / str(epochs), RepairConfig(repair_tokens=9600, repair_epochs=epochs)
         layer = repair(dense, (layout,), training, config, folder=out)["layers"][-1]
         assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
