@@ -103,9 +103,8 @@ def rows(compared: str, tasks: str) -> Row:
         if scores := main_scores(Path(tasks) / row["run"]):
             row["tasks"] = scores
         for file in Path(tasks, row["run"]).glob("*/perplexity.json"):
-            measured = read_json(file)
-            texts = row.setdefault("texts", {})
-            texts[file.parent.name] = measured.get("model", measured)
+            found = read_json(file)
+            row.setdefault("texts", {})[file.parent.name] = found.get("model", found)
     record["model"] = Path(record["model"]).name
     runs = (read_json(Path(compared, row["run"], "manifest.json")) for row in record["rows"][1:])
     made = (stage["provenance"]["commit"] for run in runs for stage in run["stages"].values())
@@ -144,16 +143,13 @@ def conversions(*folders: str) -> Row:
                 "model": f"{Path(results['config']['model']).name}, dequantised",
                 "time": results["config"]["time"],
                 "chosen": results["granularity"],
-                "method": results["config"]["method"],
-                "start": results["config"]["calibrate"]["start"],
-                "steps": results["steps"],
-                "repair_tokens": results.get("repair", {}).get("tokens", 0),
+                "repair_tokens": results["repair"]["tokens"],
                 "repair_epochs": results["config"]["repairing"]["repair_epochs"],
                 "planned_seconds": {each["stage"]: 3600 * each["hours"] for each in plan["stages"]},
                 "seconds": seconds,
                 "planned": 3600 * plan["hours"],
                 "total": sum(seconds.values()),
-                "before_repair": results.get("frozen", results["moe"])["perplexity"],
+                "before_repair": results["frozen"]["perplexity"],
                 "texts": texts,
                 "made": results["provenance"],
             }
