@@ -39,7 +39,7 @@ from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
-from dotmoe.method.repair import RIDGES, _solution, _Streams
+from dotmoe.method.repair import RIDGES, _on_the_way, _solution, _Streams
 from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.hooks import recomputing
@@ -317,8 +317,9 @@ def _repair(step: Step) -> None:
     dense = on_disk(_described(step), GPU, torch.bfloat16) if step.sharded else _dense(step, None)
     streams = _Streams(dense, (_layout(step.sizes),), blocks, RepairConfig())
     for _, _, problem in streams.problems():
-        weights, _ = _solution(streams, problem(), 1, RIDGES[4])
-        streams.use({name: weight.cpu() for name, weight in weights.items()})
+        weights = _on_the_way(dense, _solution(streams, problem(), 1, RIDGES[4])[0], 0.8)
+        stored = {name: weight.cpu() for name, weight in weights.items()}
+        streams.use(_on_the_way(dense, stored, 1.25))
 
 
 def _alignment(step: Step, ranks: Any) -> Alignment:
