@@ -297,8 +297,8 @@ def repair(
     `trained_model`), `layout.safetensors` and `repair.json`.
 
     Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
-    (and, with attention, each `target`) the `ridge`, None for no refit, and the `heldout_error` of
-    the fit, a share of that of the masked dense weights.
+    (and, with attention, each `target`) the `ridge`, None for no refit, the share `kept` of what
+    training changed, and the `heldout_error` of all of it, a share of the masked dense weights'.
     Raises a `UserError` if there is too little text, or ranks are more than neurons of an expert.
     """
     dense.require("memory", "disk")
@@ -310,15 +310,15 @@ def repair(
         if not broadcast_from_rank_zero(checkpoint.is_dir):
             near = next((m["ridge"] for m in reversed(metrics) if m["ridge"]), None)
             weights, of_layer = _solution(streams, problem(), config.repair_epochs, near)
-            if of_layer["ridge"] is None:
-                weights = _on_the_way(dense, weights, _KEPT)
+            if kept := of_layer.get("kept"):
+                weights = _on_the_way(dense, weights, kept)
             dtype = stored.describe(target.output_tensor(index))[1]
             tensors = {name: weight.to(dtype) for name, weight in weights.items()}
             written = {"layer": index, **of_layer}
             broadcast_from_rank_zero(partial(_write, checkpoint, tensors, written))
         metrics.append(read_json(checkpoint / METRICS))
-        changed, is_trained = load_file(checkpoint / CHANGED), metrics[-1]["ridge"] is None
-        streams.use(_on_the_way(dense, changed, 1 / _KEPT) if is_trained else changed)
+        changed, kept = load_file(checkpoint / CHANGED), metrics[-1].get("kept")
+        streams.use(_on_the_way(dense, changed, 1 / kept) if kept else changed)
         error = f"error {metrics[-1]['heldout_error']:.3f}"
         on_progress(index + 1, layouts[0].num_layers, error)
     served = [layout.active_experts for layout in layouts]
@@ -364,7 +364,7 @@ def _solution(
     elif epochs:
         weights, error = train(problem, epochs)
         if weights:
-            return weights, {"ridge": None, "heldout_error": error}
+            return weights, {"ridge": None, "kept": _KEPT, "heldout_error": error}
     output_DN, ridge, error = refit(problem.output, *streams.equations(problem), near)
     return {problem.output_name: output_DN}, metrics | {"ridge": ridge, "heldout_error": error}
 
