@@ -46,6 +46,16 @@ def test_every_command_has_help_and_common_options_exist(name, command):
             assert len(above.rstrip()) + len(below.split()[0]) >= HELP_COLUMNS, "a ragged line"
 
 
+def test_a_command_says_each_warning_once():
+    code = (
+        "import logging; from dotmoe.cli import commands, run\n"
+        "commands.run_report = lambda _: [logging.getLogger('x').warning('%s', w) for w in 'aba']\n"
+        "run(['report', 'RUN'])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stderr.splitlines() == ["WARNING: a", "WARNING: b"]
+
+
 def test_help_version_and_wrong_options_come_without_what_takes_seconds_to_import():
     code = (
         "import sys; from contextlib import suppress; from dotmoe.cli import COMMANDS, run\n"

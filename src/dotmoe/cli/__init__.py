@@ -120,7 +120,10 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
     elif name in COMMANDS:
         from dotmoe.cli.line import Line
 
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+        handler, said = logging.StreamHandler(), dict[str, logging.LogRecord]()
+        # A command may load a model three times, but warns of it once.
+        handler.addFilter(lambda record: said.setdefault(record.getMessage(), record) is record)
+        logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler])
         config = Line(name, tuple(arguments)).config()
         from dotmoe.cli import commands
         from dotmoe.models.on_disk import quiet_transformers
