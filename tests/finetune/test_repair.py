@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import sys
 from dataclasses import replace
 
@@ -207,6 +208,29 @@ def test_four_fifths_of_what_training_changes_are_kept(
     for kept, whole in zip(*changes, strict=True):
         error = (kept - 0.8 * whole).abs().mean()
         assert float(error) < 0.01 * float(whole.abs().mean())
+
+
+def test_a_layer_of_an_earlier_version_counts_as_a_whole_change(
+    dense_of, layout_of, text, tmp_path, monkeypatch
+):
+    """Its record has no share `kept`: the next layer is trained behind what the file holds."""
+    monkeypatch.setattr("dotmoe.method.repair._KEPT", 1.0)
+    dense, config = dense_of("llama"), RepairConfig(repair_tokens=960, repair_epochs=2)
+    repair(dense, (layout_of(dense, 6),), text, config, folder=tmp_path)
+    first, second = sorted((tmp_path / "layers.parts").iterdir())
+    expected = load_file(second / "weights.safetensors")
+    record = json.loads((first / "repair.json").read_text())
+    assert record.pop("kept") == 1
+    (first / "repair.json").write_text(json.dumps(record))
+    shutil.rmtree(second)
+    monkeypatch.undo()
+    repair(dense, (layout_of(dense, 6),), text, config, folder=tmp_path)
+    again = load_file(second / "weights.safetensors")
+    before = dense.model.state_dict()
+    for name, whole in expected.items():
+        change = whole - before[name]
+        error = (again[name] - before[name] - 0.8 * change).abs().mean()
+        assert float(error) < 0.01 * float(change.abs().mean())
 
 
 @pytest.mark.parametrize(("target", "inputs"), [("ffn", 96), ("attention", 64)])
