@@ -1,7 +1,7 @@
 """Collect finished runs of one dense model into a result file.
 
     python scripts/real_model.py table results/smollm2.json DENSE RUN...
-    python scripts/real_model.py rows results/smollm2_rows.json COMPARED TASKS
+    python scripts/real_model.py rows results/smollm2_rows.json COMPARED TASKS [NAME=RUN...]
     python scripts/real_model.py conversions results/first_contact.json RUN...
 
 `table`: the README's table. Each RUN is the folder of a `convert --repair` or a `finetune`. Results
@@ -11,7 +11,8 @@ run folder; for tasks, if it is the run folder itself, or DENSE. RUN/bench.json 
 
 `rows`: the rows of a comparison, with what `dotmoe evaluate COMPARED/ROW --out TASKS/ROW` found
 added: scores of `--tasks`, and losses on further texts, which count by the name of their folder,
-such as TASKS/ROW/books. They belong to the weights that a conversion exports. `made_at` lists the
+such as TASKS/ROW/books. They belong to the weights that a conversion exports. Each RUN beside, a
+conversion of the same model, is a row of that NAME; its texts are in TASKS/RUN. `made_at` lists the
 commits at which rows were made: a comparison may be resumed at another commit.
 
 `conversions`: what `convert` chose for each RUN, the time of its stages beside the plan, and its
@@ -28,6 +29,9 @@ from typing import Any
 from dotmoe.common.files import read_json, write_json
 from dotmoe.export.record import ExportRecord
 from dotmoe.measure.evaluate.perplexity import difference
+from dotmoe.models.load import describe_dense
+from dotmoe.pipeline.compare import text_tokens
+from dotmoe.run.config import RunConfig
 from dotmoe.run.folder import RunFolder, provenance
 
 STAGES = ("calibrate", "align", "extract", "repair", "finetune", "export")
@@ -68,8 +72,7 @@ def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
         if "against" in found:
             dense["perplexity"] |= perplexity(found["against"])["perplexity"]
     last |= {"training_tokens": tokens, "seconds": RunFolder(folder).seconds(*STAGES)}
-    if scores := main_scores(folder):
-        last["tasks"] = scores
+    last["tasks"] = main_scores(folder)
     if (file := folder / "bench.json").exists():
         (point,) = read_json(file)["points"]
         for row, side in ((dense, "dense"), (last, "moe")):
@@ -94,19 +97,35 @@ def table(dense_folder: str, *folders: str) -> Row:
     return {"rows": rows, "provenance": provenance(0) | {"commit": ", ".join(commits)}}
 
 
-def rows(compared: str, tasks: str) -> Row:
-    """The record of a comparison, with task scores."""
+def row_beside(name: str, folder: Path) -> Row:
+    """The row of a conversion that is in no comparison: that of its export."""
+    results = read_json(folder / "6_evaluate" / "results.json")
+    config, made = RunFolder(folder).config(RunConfig), results["moe"]
+    read = text_tokens(config, results["steps"], describe_dense(config.model))
+    row = {each: made[each] for each in ("perplexity", "loss", "window_losses")}
+    row |= {"run": str(folder), "value": name, "router": "own"}
+    row["weights"] = "repaired" if "repair" in results else "aligned"
+    row["active_fraction"] = ExportRecord.load(folder / "5_export").active_fraction
+    row["loss_above_dense"] = difference(made, results["dense"])[0]
+    return row | {"text_tokens": read + results.get("repair", {}).get("tokens", 0)}
+
+
+def rows(compared: str, tasks: str, *beside: str) -> Row:
+    """The record of a comparison and of runs beside it, with task scores."""
     record = read_json(Path(compared) / "compare.json")
+    folders = [Path(compared, row["run"]) for row in record["rows"][1:]]
+    for name, _, folder in (each.partition("=") for each in beside):
+        record["rows"].append(row_beside(name, Path(folder)))
+        folders.append(Path(folder))
     for row in record["rows"]:
         if row.get("weights") == "frozen" or row.get("router") == "own, not exportable":
             continue
-        if scores := main_scores(Path(tasks) / row["run"]):
-            row["tasks"] = scores
+        row["tasks"] = main_scores(Path(tasks) / row["run"])
         for file in Path(tasks, row["run"]).glob("*/perplexity.json"):
             found = read_json(file)
             row.setdefault("texts", {})[file.parent.name] = found.get("model", found)
     record["model"] = Path(record["model"]).name
-    runs = (read_json(Path(compared, row["run"], "manifest.json")) for row in record["rows"][1:])
+    runs = (read_json(folder / "manifest.json") for folder in folders)
     made = (stage["provenance"]["commit"] for run in runs for stage in run["stages"].values())
     return {**record, "made_at": list(dict.fromkeys(made))}
 
@@ -131,11 +150,8 @@ def conversions(*folders: str) -> Row:
                 "stderr": stderr,
                 "windows": len(dense["window_losses"]),
             }
-        (plan,) = (
-            each
-            for each in read_json(folder / "plan.json")["conversions"]
-            if each["gpu"] == "this CPU"
-        )
+        plans = read_json(folder / "plan.json")["conversions"]
+        (plan,) = (each for each in plans if each["gpu"] == "this CPU")
         stages = RunFolder(folder).manifest["stages"]
         seconds = {name: each["seconds"] for name, each in stages.items()}
         rows.append(

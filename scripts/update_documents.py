@@ -97,11 +97,8 @@ class Scope(Record):
 
 def load(file: str | Path) -> Any:
     """Content of a JSON file, by its path in the repository; null is as if it were missing."""
-
-    def record(members: dict[str, Any]) -> Record:
-        return Record({name: value for name, value in members.items() if value is not None})
-
-    return json.loads((ROOT / file).read_text(encoding="utf-8"), object_hook=record)
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return json.loads(text, object_pairs_hook=lambda o: Record(p for p in o if p[1] is not None))
 
 
 def value(expression: str, names: Mapping[str, Any]) -> Any:
@@ -147,10 +144,8 @@ def rendered(text: str) -> str:
 
 def documents() -> list[Path]:
     """All documents that may have such parts; the overview of experiments reads the others."""
-    return [
-        ROOT / "README.md",
-        *sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/**/*.md")]),
-    ]
+    others = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/**/*.md")]
+    return [ROOT / "README.md", *sorted(others)]
 
 
 def main() -> int:
@@ -323,9 +318,8 @@ def on_one_gpu(model: str) -> list[Any]:
         ("DOT-MoE (paper), a quarter active", "paper", RepairConfig()),
     ):
         stages = inspected(model, recipe, gpus=1, repairing=how)["conversions"][0]["stages"]
-        memory = max(stage["memory_total"] for stage in stages)
-        took = {stage["stage"]: stage["hours"] for stage in stages}
-        rows.append({"what": what, "memory": memory, "took": took})
+        row = {"what": what, "memory": max(stage["memory_total"] for stage in stages)}
+        rows.append(row | {"took": {stage["stage"]: stage["hours"] for stage in stages}})
     return rows
 
 
@@ -398,11 +392,9 @@ def experiments() -> list[Any]:
         counts = Counter(verdict for _, verdict in shows)
         found = ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items()))
         row = {"label": label, "title": title, "status": status, "name": name, "runs": runs}
-        more = {
-            "command": f"`{commands[0]}`" if commands else Nothing(),
-            "differs": " ".join(here[0].split()).replace("](..", "](../../experiments"),
-        }
-        rows.append({**row, **more, "found": found or Nothing(), "shows": shows})
+        row["command"] = f"`{commands[0]}`" if commands else Nothing()
+        row["differs"] = " ".join(here[0].split()).replace("](..", "](../../experiments")
+        rows.append({**row, "found": found or Nothing(), "shows": shows})
     return sorted(rows, key=lambda row: row["label"])
 
 
