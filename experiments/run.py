@@ -179,9 +179,7 @@ def verdict(by_seed: list[list[float]]) -> str:
     steps = [
         (fmean(b) - fmean(a), max(max(v) - min(v) for v in (a, b))) for a, b in pairwise(by_seed)
     ]
-    if any(step < 0 and -step >= spread for step, spread in steps) or any(
-        step == 0 == spread for step, spread in steps
-    ):
+    if any(step == 0 == spread or (step < 0 and -step >= spread) for step, spread in steps):
         return "contradicted"
     return "inconclusive" if any(abs(step) <= spread for step, spread in steps) else "confirmed"
 

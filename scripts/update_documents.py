@@ -169,6 +169,7 @@ PARTS = {
     "repaired, then finetuned": "dotmoe, repaired and finetuned",
 }
 """Rows of the paper's recipe and of dotmoe, which the file names otherwise."""
+MODELS = ("LLaMA-2-7B", "LLaMA-3-8B", "Qwen2.5-7B")  # of the paper; one machine aligns each
 PAPER_TOKENS = 3_500 * 64 * 2_048
 """Tokens of the paper's alignment."""
 
@@ -269,10 +270,6 @@ def quickstart(record: Any) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
-MODELS = ("LLaMA-2-7B", "LLaMA-3-8B", "Qwen2.5-7B")
-"""Models of the paper that one machine aligns."""
-
-
 def paper_models() -> dict[str, Any]:
     """Configs of the paper's models."""
     sizes = (
@@ -296,8 +293,7 @@ def inspected(model: str, recipe: str, **asked: Any) -> Any:
     start = recipe_of("convert", recipe)
     values = {field.name: getattr(start, field.name) for field in fields(start)}
     asked = values | {"model": model, "load": LoadConfig(device="cpu"), "gpu": "h100"} | asked
-    config = paper_models()[model]
-    return inspect_model(config, InspectConfig(**asked), stored=torch.bfloat16)
+    return inspect_model(paper_models()[model], InspectConfig(**asked), stored=torch.bfloat16)
 
 
 def planned() -> list[Any]:
@@ -411,12 +407,7 @@ def reproduction() -> list[Any]:
 def claims() -> list[Any]:
     """Every claim of the paper's experiments with its verdict; those without a result: not run."""
     return [
-        {
-            "page": f"[`{row['label']}`](../../experiments/{row['name']}/README.md)",
-            "name": row["name"],
-            "claim": claim,
-            "verdict": verdict,
-        }
+        {**row, "claim": claim, "verdict": verdict}
         for row in experiments()
         if not row["name"].startswith("quality")  # our own additions
         for claim, verdict in row["shows"] or [(row["title"], "not run")]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import get_total_norm
 
 from dotmoe.common.distributed import (
     fsdp_mesh,
@@ -195,8 +196,18 @@ class Finetuning(Objective):
         trained = self.model.trained().items()
         routers = [(name, p) for name, p in trained if ".router." in name]
         weights = [(name, p) for name, p in trained if ".router." not in name]
-        groups = [{"params": routers, "lr": self.config.router_rate}]
-        return groups + ([{"params": weights, "lr": self.config.lr}] if weights else [])
+        rate, of_routers = self.config.lr or self._rate(), self.config.lr_router
+        groups = [{"params": routers, "lr": rate if of_routers is None else of_routers}]
+        return groups + ([{"params": weights, "lr": rate}] if weights else [])
+
+    def _rate(self) -> float:
+        """The default rate: a share of the weights, whose size differs tenfold between models."""
+        if self.config.train == "lora":
+            return 4e-4
+        named = self.model.named_parameters()
+        matrices = [each for name, each in named if each.dim() > 1 and ".router." not in name]
+        size = sum(matrix.numel() for matrix in matrices)
+        return 0.002 * float(full_tensor(get_total_norm(matrices))) / math.sqrt(size)
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
         """Output of a second copy of the dense model, if there is one."""

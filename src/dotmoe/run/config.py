@@ -251,13 +251,7 @@ RECIPES: dict[str, dict[str, AnyRunConfig]] = {
             out="",
             data=DataConfig(seq_len=512),
             finetune=FinetuneConfig(
-                steps=240,
-                batch_size=4,
-                lr=4e-4,
-                lr_router=0.0,
-                warmup_ratio=0.05,
-                kl_weight=1.0,
-                ce_weight=0.0,
+                steps=240, batch_size=4, lr=None, lr_router=0.0, kl_weight=1.0, ce_weight=0.0
             ),
         ),
         # Hyperparameters of tab:hyperparams_sft, 1.2B tokens, with our gradient of the routers.
