@@ -201,7 +201,7 @@ class Finetuning(Objective):
         return groups + ([{"params": weights, "lr": rate}] if weights else [])
 
     def _rate(self) -> float:
-        """The default rate: a share of the weights, whose size differs tenfold between models."""
+        """Peak learning rate if none is given; the size of weights differs tenfold by model."""
         if self.config.train == "lora":
             return 4e-4
         named = self.model.named_parameters()
