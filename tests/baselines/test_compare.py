@@ -216,6 +216,8 @@ def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run
     monkeypatch.setattr("dotmoe.pipeline.compare.convert", convert)
     said = compare("dot_moe", "llm_pruner", model="olmo2", active_experts=1)
     assert "norm over all heads at once, so llm_pruner cannot" in said.refusal()
+    said = compare("dot_moe", "wanda_2_4", model="smollm3", active_experts=1)
+    assert "smollm3 has a decoder that no pruning method knows" in said.refusal()
     assert not begun
     said = compare("all", model="olmo2", active_experts=1)
     assert said.refusal().endswith("stop here")

@@ -25,7 +25,7 @@ from dotmoe.models.family import DenseModel
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline import budget_of, convert, exportable_splits, finetune, prune
 from dotmoe.rivals.baselines import METHODS
-from dotmoe.rivals.pruning import PRUNING
+from dotmoe.rivals.pruning import PRUNING, require
 from dotmoe.run.config import PAPER, CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.run.folder import RunFolder, provenance
 
@@ -232,8 +232,7 @@ def _fitting(
     for point in points:
         try:
             if isinstance(point.config, PruneRunConfig):
-                device = resolved_device(point.config.load.device)
-                PRUNING[point.config.method].require(dense, device)
+                require(point.config.method, dense, resolved_device(point.config.load.device))
             else:
                 exportable_splits(point.config, dense)
         except UserError as error:
@@ -368,9 +367,8 @@ def _trained(config: RunConfig) -> str | None:
         return "masks" if config.align.steps else None
     if config.method != "dot_moe":
         return "router" if config.baseline.router_steps else None
-    if not config.align.steps:
-        return None
-    return "router and experts" if config.align.learn_assignment else "router"
+    learned = "router and experts" if config.align.learn_assignment else "router"
+    return learned if config.align.steps else None
 
 
 def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[Row]:

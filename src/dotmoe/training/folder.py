@@ -6,6 +6,7 @@ A checkpoint is written atomically: a folder `step_00000100` with the files of
 
 import errno
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -36,6 +37,7 @@ from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import complete_folder, remove
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
+logging.getLogger().addFilter(lambda it: it.module != "state_dict_loader")  # torch's tracebacks
 
 Metrics = dict[str, float]
 OnStep = Callable[[int, Metrics], None]

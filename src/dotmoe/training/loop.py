@@ -128,7 +128,7 @@ def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 def _stop(what: str, checkpoints: Checkpoints) -> None:
     """Raise the error that ends a run whose loss or gradient is bad."""
     checkpoints.finish()
-    last = max(checkpoints.folder.glob("step_*"), default=None)
+    last = checkpoints.newest()
     saved = "There is no checkpoint yet" if last is None else f"The last good checkpoint is {last}"
     raise UserError(f"{what} {saved}. Start again with a lower lr or max_grad_norm.")
 

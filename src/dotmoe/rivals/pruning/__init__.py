@@ -35,8 +35,7 @@ class Method(NamedTuple):
     prune: Callable[[PruneInputs], Pruned]
     """Prunes the model in place."""
     require: Callable[[DenseModel, torch.device], None] = lambda dense, device: None
-    """Raises a `UserError` if the method does not fit the model, which may be without weights, or
-    the device that will hold it."""
+    """Raises a `UserError` if the method does not fit; see the function `require`."""
     is_fixed: bool = False
     """Whether the method removes the same at any budget."""
     is_trained: bool = False
@@ -61,9 +60,11 @@ PRUNING = {
 }
 """Pruning methods by command-line name; by names of `PRUNERS`."""
 
-require_described = refusing(
-    lambda traits: traits.is_own, "a decoder of its own, which no pruning method knows"
-)
+
+def require(method: str, dense: DenseModel, device: torch.device) -> None:
+    """Raise a `UserError` if a method does not fit a model or the device that will hold it."""
+    refusing(lambda its: its.is_own, "a decoder that no pruning method knows")(dense, device)
+    PRUNING[method].require(dense, device)
 
 
 @torch.no_grad()
@@ -79,8 +80,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     """
     inputs.dense.require("memory")
     chosen, total, started = PRUNING[method], num_parameters(inputs.dense.model), time.monotonic()
-    require_described(inputs.dense, inputs.dense.device)
-    chosen.require(inputs.dense, inputs.dense.device)
+    require(method, inputs.dense, inputs.dense.device)
     pruned = chosen.prune(inputs)
     tokens = inputs.tokens_BT.numel()
     if chosen.is_trained:
