@@ -10,10 +10,9 @@ run folder; for tasks, if it is the run folder itself, or DENSE. RUN/bench.json 
 `dotmoe bench --json` for its GGUF file and the dense one.
 
 `rows`: the rows of a comparison, with what `dotmoe evaluate COMPARED/ROW --out TASKS/ROW` found
-added: scores of `--tasks`, and losses on further texts, which count by the name of their folder,
-such as TASKS/ROW/books. They belong to the weights that a conversion exports. Each RUN beside, a
-conversion of the same model, is a row of that NAME; its texts are in TASKS/RUN. `made_at` lists the
-commits at which rows were made: a comparison may be resumed at another commit.
+added: scores of `--tasks`, and losses on further texts by the name of their folder, as of
+TASKS/ROW/books. Each RUN beside, made of the same model, is a row of that NAME; its texts are in
+TASKS/RUN. COMPARED may be an earlier file of these rows. `made_at` lists all rows' commits.
 
 `conversions`: what `convert` chose for each RUN, the time of its stages beside the plan, and its
 perplexities on its own held-out text and on texts evaluated with `--against` into RUN. The plan,
@@ -63,8 +62,7 @@ def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
     made = {"model": "converted", "active_fraction": active}
     tokens, training = results.get("repair", {}).get("tokens", 0), "repaired"
     if config["command"] == "finetune":
-        training = "repaired, finetuned"
-        tokens = results["tokens"]
+        tokens, training = results["tokens"], "repaired, finetuned"
     dense, last = perplexity(results["dense"]), perplexity(results["moe"])
     for file in folder.glob("*/perplexity.json"):
         found = read_json(file)
@@ -98,36 +96,42 @@ def table(dense_folder: str, *folders: str) -> Row:
 
 
 def row_beside(name: str, folder: Path) -> Row:
-    """The row of a conversion that is in no comparison: that of its export."""
+    """The row of a conversion or finetuning that is in no comparison: that of its export."""
     results = read_json(folder / "6_evaluate" / "results.json")
-    config, made = RunFolder(folder).config(RunConfig), results["moe"]
-    read = text_tokens(config, results["steps"], describe_dense(config.model))
-    row = {each: made[each] for each in ("perplexity", "loss", "window_losses")}
-    row |= {"run": str(folder), "value": name, "router": "own"}
-    row["weights"] = "repaired" if "repair" in results else "aligned"
-    row["active_fraction"] = ExportRecord.load(folder / "5_export").active_fraction
-    row["loss_above_dense"] = difference(made, results["dense"])[0]
-    return row | {"text_tokens": read + results.get("repair", {}).get("tokens", 0)}
+    made = results["moe"]
+    if results["config"]["command"] == "finetune":
+        row = row_beside(name, Path(results["config"]["run"]))
+        row |= {"weights": "finetuned", "text_tokens": row["text_tokens"] + results["tokens"]}
+    else:
+        row = {"value": name, "router": "own"}
+        row["weights"] = "repaired" if "repair" in results else "aligned"
+        config = RunFolder(folder).config(RunConfig)
+        read = text_tokens(config, results["steps"], describe_dense(config.model))
+        row["text_tokens"] = read + results.get("repair", {}).get("tokens", 0)
+    row |= {each: made[each] for each in ("perplexity", "loss", "window_losses")}
+    row |= {"run": str(folder), "loss_above_dense": difference(made, results["dense"])[0]}
+    return row | {"active_fraction": ExportRecord.load(folder / "5_export").active_fraction}
 
 
 def rows(compared: str, tasks: str, *beside: str) -> Row:
-    """The record of a comparison and of runs beside it, with task scores."""
-    record = read_json(Path(compared) / "compare.json")
-    folders = [Path(compared, row["run"]) for row in record["rows"][1:]]
+    """The record of a comparison, or one made before, and of runs beside it, with task scores."""
+    before = Path(compared)
+    record = read_json(before if before.is_file() else before / "compare.json")
+    folders = [before / row["run"] for row in record["rows"][1:] if before.is_dir()]
     for name, _, folder in (each.partition("=") for each in beside):
         record["rows"].append(row_beside(name, Path(folder)))
         folders.append(Path(folder))
     for row in record["rows"]:
         if row.get("weights") == "frozen" or row.get("router") == "own, not exportable":
             continue
-        row["tasks"] = main_scores(Path(tasks) / row["run"])
+        row["tasks"] = row.get("tasks") or main_scores(Path(tasks) / row["run"])
         for file in Path(tasks, row["run"]).glob("*/perplexity.json"):
             found = read_json(file)
             row.setdefault("texts", {})[file.parent.name] = found.get("model", found)
     record["model"] = Path(record["model"]).name
     runs = (read_json(folder / "manifest.json") for folder in folders)
     made = (stage["provenance"]["commit"] for run in runs for stage in run["stages"].values())
-    return {**record, "made_at": list(dict.fromkeys(made))}
+    return {**record, "made_at": list(dict.fromkeys([*record.get("made_at", ()), *made]))}
 
 
 def conversions(*folders: str) -> Row:
