@@ -98,7 +98,6 @@ def table(dense_folder: str, *folders: str) -> Row:
 def row_beside(name: str, folder: Path) -> Row:
     """The row of a conversion or finetuning that is in no comparison: that of its export."""
     results = read_json(folder / "6_evaluate" / "results.json")
-    made = results["moe"]
     if results["config"]["command"] == "finetune":
         row = row_beside(name, Path(results["config"]["run"]))
         row |= {"weights": "finetuned", "text_tokens": row["text_tokens"] + results["tokens"]}
@@ -108,8 +107,8 @@ def row_beside(name: str, folder: Path) -> Row:
         config = RunFolder(folder).config(RunConfig)
         read = text_tokens(config, results["steps"], describe_dense(config.model))
         row["text_tokens"] = read + results.get("repair", {}).get("tokens", 0)
-    row |= {each: made[each] for each in ("perplexity", "loss", "window_losses")}
-    row |= {"run": str(folder), "loss_above_dense": difference(made, results["dense"])[0]}
+    row |= {each: results["moe"][each] for each in ("perplexity", "loss", "window_losses")}
+    row |= {"run": str(folder), "loss_above_dense": difference(results["moe"], results["dense"])[0]}
     return row | {"active_fraction": ExportRecord.load(folder / "5_export").active_fraction}
 
 

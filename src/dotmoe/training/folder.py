@@ -37,7 +37,7 @@ from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import complete_folder, remove
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
-logging.getLogger().addFilter(lambda it: it.module != "state_dict_loader")  # torch's tracebacks
+logging.getLogger().addFilter(lambda record: record.module != "state_dict_loader")  # tracebacks
 
 Metrics = dict[str, float]
 OnStep = Callable[[int, Metrics], None]

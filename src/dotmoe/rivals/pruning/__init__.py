@@ -63,7 +63,7 @@ PRUNING = {
 
 def require(method: str, dense: DenseModel, device: torch.device) -> None:
     """Raise a `UserError` if a method does not fit a model or the device that will hold it."""
-    refusing(lambda its: its.is_own, "a decoder that no pruning method knows")(dense, device)
+    refusing(lambda traits: traits.is_own, "a decoder that no pruning method knows")(dense, device)
     PRUNING[method].require(dense, device)
 
 
