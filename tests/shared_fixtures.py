@@ -119,8 +119,6 @@ def ranks():
 @pytest.fixture
 def forked_workers(monkeypatch):
     """Each `Worker` is a fork of this process, which imports nothing anew."""
-    if torch.get_num_threads() > 1:  # a fork has none of OpenMP's threads, and waits for them
-        return
 
     def fork(command, **how):
         process = get_context("fork").Process(target=worker.main)
