@@ -346,7 +346,7 @@ def _finetuning(step: Step, ranks: Any, of_fsdp: Any) -> Finetuning:
     )
     blocks: Any = Tokens(step.seq_len)
     student = Student(_described(step), _layout(step.sizes), how, of_fsdp, seed=0)
-    teacher = _dense(step, ranks) if step.distils and step.train == "everything" else None
+    teacher = _dense(step, ranks) if step.distils and step.trains_weights else None
     return Finetuning(student, teacher, blocks, how, seed=0)
 
 
@@ -372,7 +372,7 @@ def of_each_kind(layers: int) -> list[Step]:
         ("everything", {}),
         ("everything", divided),
         ("everything", divided | {"offload": True, "distils": True}),
-        ("router", {"ranks": 8}),
+        ("experts", {"distils": True}),
     ]
     sizes = sizes_of(SHAPES["Qwen2.5-7B"], layers)
     steps = [
@@ -390,7 +390,7 @@ def at_defaults(model: str) -> list[Step]:
     for ranks in (8,) if is_large else (1, 8):
         align = step_of(sizes, "assignment", ranks, 4, sharded=is_large)
         how = {"seq_len": 512, "sharded": ranks > 1, "distils": True}
-        tune = step_of(sizes, "everything", ranks, 4 if ranks == 1 else 1, **how)
+        tune = step_of(sizes, "experts", ranks, 4 if ranks == 1 else 1, **how)
         steps += [fitting(each, ACCELERATORS["h100"].memory_bytes) for each in (align, tune)]
     return steps
 

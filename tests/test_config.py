@@ -81,5 +81,5 @@ def test_recipes_by_name():
         finetune_recipe("papr")
     tuning = recipe_of("finetune").finetune
     assert finetune_recipe().finetune == tuning
-    assert (tuning.kl_weight, tuning.ce_weight, tuning.router_rate) == (1, 0, 0)
+    assert (tuning.kl_weight, tuning.ce_weight, tuning.lr_router) == (1, 0, 0)
     assert tuning.steps * tuning.batch_size * recipe_of("finetune").data.seq_len < 1e6

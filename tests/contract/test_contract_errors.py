@@ -76,7 +76,6 @@ REFUSED = {
     "quickstart {tmp} --steps -1": "--steps is no option of dotmoe quickstart",
     "finetune RUN OUT --train lore": "Did you mean lora?",
     "finetune RUN OUT --kl-weight 0": "kl_weight and ce_weight are both 0",
-    "finetune RUN OUT --recipe small --train router": "lr_router is 0, but train is router",
     "finetune RUN OUT --data nothing.txt": "nothing.txt does not exist",
     "export RUN --active-experts 2": r"Missing from dotmoe export: OUT \(",
     "export RUN OUT --format mixtrel": "Did you mean mixtral?",

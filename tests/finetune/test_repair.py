@@ -364,7 +364,7 @@ def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path
 def test_frozen_repaired_and_finetuned_are_three_rows(finished, tmp_path, command):
     options = {name: value for name, value in finished.options.items() if name != "no_repair"}
     options |= {"steps": 0, "repair_tokens": 1000}
-    tuning = {"train": "router", "steps": 4, "batch_size": 2, "lr_router": 1e-3}
+    tuning = {"steps": 4, "batch_size": 2}
     tuning |= {"scale_tokens": 128, "verify_tokens": 128}
     repaired = TinyRun("convert", finished.source, tmp_path / "repaired", options).made()
     tuned = command("finetune", repaired.folder, tmp_path / "tuned", **tuning)

@@ -62,7 +62,7 @@ def test_the_gradient_is_that_of_the_weighted_sum_of_all_losses(
 ):
     """With a teacher beside it; and the weights of a frozen student with all experts on."""
     weights = {f"{n}_loss_weight" if n == "z" else f"{n}_weight": w for n, w in WEIGHTS.items()}
-    train = "everything" if has_own_teacher else "router"
+    train = "everything" if has_own_teacher else "lora"
     config = replace(PLAIN, train=train, micro_batch_size=2, **weights)
     folder = tiny_dense("granite")
     student, teacher = new_student(folder, config), loaded(folder)
@@ -119,7 +119,7 @@ def test_an_untrained_student_is_the_masked_model_and_written_as_its_checkpoint(
     torch.testing.assert_close(trained.router_LED[-1], centred[-1])
 
 
-@pytest.mark.parametrize("train", ["everything", "router", "lora"])
+@pytest.mark.parametrize("train", ["everything", "experts", "lora"])
 def test_what_is_trained_is_float32_and_what_stays_has_the_models_dtype(
     train, tiny_dense, blocks, new_student
 ):
@@ -140,7 +140,7 @@ def test_what_is_trained_is_float32_and_what_stays_has_the_models_dtype(
     assert low == pytest.approx(wide, rel=0.02)
 
 
-@pytest.mark.parametrize("what", ["everything", "router"])
+@pytest.mark.parametrize("what", ["everything", "experts"])
 @pytest.mark.parametrize("router_dtype", ["float32", "model"])
 def test_routers_compute_in_their_dtype_and_are_trained_in_float32(
     router_dtype, what, tiny_dense, new_student, tokens_BT

@@ -153,7 +153,8 @@ def process_group(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(local_rank)
     dist.init_process_group(_BACKENDS[device.type], timeout=_LONGEST_WAIT)
     if device.type == "cuda":  # between GPUs nobody waits for rank 0's work on files
-        limit_wait(device, timedelta(minutes=30))
+        group: Any = dist.distributed_c10d._get_default_group()
+        group._get_backend(device)._set_default_timeout(timedelta(minutes=30))
     if not is_rank_zero():
         logging.disable(logging.WARNING)  # rank 0 warns of the same
     try:
@@ -170,11 +171,6 @@ def process_group(device: torch.device) -> Iterator[None]:
     finally:
         logging.disable(logging.NOTSET)
         dist.destroy_process_group()
-
-
-def limit_wait(device: torch.device, longest: timedelta) -> None:
-    """Let communication between tensors of a device fail if a rank does not answer for so long."""
-    dist.distributed_c10d._get_default_group()._get_backend(device)._set_default_timeout(longest)
 
 
 def mesh(device: torch.device) -> DeviceMesh | None:

@@ -10,6 +10,7 @@ from tyro.conf import Positional
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
 from dotmoe.common.options import HOW, at_least
+from dotmoe.method.config import Train
 from dotmoe.models.config import LoadConfig
 from dotmoe.run.config import RunConfig
 
@@ -224,9 +225,9 @@ class InspectConfig(RunConfig):
 
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW] = ""
     """What `dotmoe convert` would write; not used."""
-    train: Literal["everything", "router", "lora"] = "everything"
-    """What a finetuning of the result trains: all weights, only the routers, or low-rank
-    adapters on experts and attention; the routers, too, unless their rate is 0."""
+    train: Train | None = None
+    """What a finetuning of the result trains: all weights, those of the experts, or low-rank
+    adapters on experts and attention. Default: as its recipe does."""
     finetune_recipe: Literal[None, "default", "paper", "sft", "small"] = None
     """Recipe of a finetuning of the result (steps, batches, teacher), to plan it for all machines.
     Default: `default`, of which only the time is shown."""

@@ -81,7 +81,8 @@ class LearnedAssignment:
     def parameter_groups(self) -> list[ParameterGroup]:
         """Router, and affinities where the assignment is learned."""
         config = self.config
-        learned = {"router": (self.router_LED, config.router_rate)}
+        rate = config.lr if config.lr_router is None else config.lr_router
+        learned = {"router": (self.router_LED, rate)}
         if config.learn_assignment:
             learned["affinity"] = (self.affinity_LNE, config.lr)
         return [

@@ -10,6 +10,7 @@ from dotmoe.training.config import Schedule
 PAPER_ACTIVE = 0.25
 """Share of experts that run (main tables)."""
 Start = Literal["data", "random"]
+Train = Literal["everything", "experts", "lora"]
 Surrogate = Literal["softmax", "soft_top_k"]
 """`softmax` is the paper's; the rows of `soft_top_k` sum to k, as those of the mask do."""
 
@@ -150,11 +151,6 @@ class ObjectiveConfig:
         """Weights of the router losses, by the names of `ROUTER_LOSSES`."""
         return {"z": self.z_loss_weight, "balance": self.balance_weight}
 
-    @property
-    def router_rate(self) -> float:
-        """Peak learning rate of the routers."""
-        return self.lr if self.lr_router is None else self.lr_router
-
     def check_together(self) -> None:
         """Refuse loss weights that leave nothing to learn from."""
         if self.kl_weight == self.ce_weight == 0:
@@ -200,9 +196,10 @@ class RepairConfig:
 class FinetuneConfig(ObjectiveConfig):
     """Options of the finetuning; here the paper's (tab:hyperparams_sft), others in recipes."""
 
-    train: Literal["everything", "router", "lora"] = "everything"
-    """everything: all weights; router: none; lora: low-rank adapters on experts and attention
-    (needs `pip install -e '.[lora]'`). Each also trains the routers, unless `lr_router` is 0."""
+    train: Train = "everything"
+    """everything: all weights, as in the paper; experts: those of the split FFNs; lora: low-rank
+    adapters on experts and attention (needs `pip install -e '.[lora]'`). Each also trains the
+    routers, unless `lr_router` is 0."""
     steps: Annotated[int, at_least(1)] = 4578
     """Number of optimizer steps of the finetuning. 4578 steps of 128 x 2048 tokens are the paper's
     1.2B tokens."""
@@ -214,7 +211,7 @@ class FinetuneConfig(ObjectiveConfig):
     warmup_ratio: Annotated[float, between(0, 1)] = 0.1
     kl_weight: Annotated[float, at_least(0)] = 0.0
     """Weight of KL(dense || MoE) of the finetuning, distillation from the dense model; 0: none, as
-    in the paper. With `train everything` it needs a second copy of the model."""
+    in the paper. Without adapters it needs a second copy of the model."""
     z_loss_weight: Annotated[float, at_least(0)] = 0.0
     balance_weight: Annotated[float, at_least(0)] = 1e-4
     unchosen: Literal["mean", "zero"] = "mean"

@@ -81,9 +81,11 @@ class Student(nn.Module):
         self.model = model
         self.ffns = tuple(make_sparse(dense, layout, self.routing))
         model.requires_grad_(config.train == "everything")
+        for ffn in self.ffns:
+            ffn.requires_grad_(config.train != "lora")
         self.tuner = _with_adapters(model, config) if config.train == "lora" else None
-        if config.train == "everything":
-            model.float()
+        for trained in {"everything": (model,), "experts": self.ffns}.get(config.train, ()):
+            trained.float()
         for ffn in self.ffns:
             ffn.router.requires_grad_(True)
         if is_divided:
@@ -247,7 +249,7 @@ def computed_in(
     device, stored = resolved_device(load.device), Tensors.of(dense).dtype
     dtype = dtype_for(dense, load, device)
     # Weight, gradient and two moments in float32 are 16 bytes per trained parameter.
-    num_bytes = 16 if config.train == "everything" else stored.itemsize
+    num_bytes = 16 if config.train != "lora" else stored.itemsize
     num_bytes *= num_parameters(dense.model)
     shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
     return dtype, shard
@@ -282,7 +284,7 @@ def finetune(
     shard |= config.offload  # else gradients would add up in a GPU's memory, whole
     raise_on_all_ranks(lambda: require_trainable(dtype))
     teacher = None
-    if config.kl_weight > 0 and (config.train == "everything" or origin is not None):
+    if config.kl_weight > 0 and (config.train != "lora" or origin is not None):
         how = replace(load, sharding="shard" if shard else "replicate")
         teacher = load_dense((origin or dense).source, how)
     if device.type == "cuda" and device.index is not None:

@@ -9,7 +9,6 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -208,9 +207,6 @@ def _difference(tokenizer: Any, whole: Tokenizer) -> str | None:
     """The first text for which a tokenizer does not give the ids of its file."""
     whole.no_padding()
     whole.no_truncation()
-    return next((t for t in _texts(whole) if _ids(tokenizer, t) != _ids(whole, t)), None)
-
-
-def _texts(whole: Tokenizer) -> Iterator[str]:
-    yield from (*PROBES, " one space", "", random_text()[:3000])
-    yield " b".join(["a", *(str(token) for token in whole.get_added_tokens_decoder().values()), ""])
+    added = " b".join(["a", *map(str, whole.get_added_tokens_decoder().values()), ""])
+    texts = (*PROBES, " one space", "", random_text()[:3000], added)
+    return next((t for t in texts if _ids(tokenizer, t) != _ids(whole, t)), None)

@@ -100,7 +100,9 @@ def table(summary: dict[str, Any], *, brief: bool = False) -> Table:
         "seeds": spread,
         "active parameters": _cell("parameters", millions),
         "stored": _cell("stored", millions),
-        "budget": _cell("over_budget", _budget),
+        "budget": _cell(
+            "over_budget", lambda x: "matched" if abs(x) <= MATCHED else f"{100 * x:+.0f} %"
+        ),
         "shared": lambda row: percent(share) if (share := row.get("shared_fraction")) else None,
         "steps": _cell("steps", "{:,}".format),
         "tokens": _cell("text_tokens", "{:,}".format),
@@ -158,11 +160,6 @@ def _active(row: Row) -> str | None:
     """The active share of the neurons, with its standard deviation over tokens if there is one."""
     share = percent(row["active_fraction"]) if "active_fraction" in row else None
     return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
-
-
-def _budget(over: float) -> str:
-    """Format how far active parameters are over the budget, `over` being a share of it."""
-    return "matched" if abs(over) <= MATCHED else f"{100 * over:+.0f} %"
 
 
 def over_seeds(rows: Iterable[Row]) -> list[Row]:

@@ -94,11 +94,9 @@ class FinetuneRunConfig:
     """Seed of the data order and of the initial adapters."""
 
     def check_together(self) -> None:
-        """Refuse options for reading a text if no text is named, to train nothing, RUN as OUT."""
+        """Refuse options for reading a text if no text is named, RUN as OUT."""
         if self.run and self.run == self.out:
             raise UserError(f"RUN and OUT are both {self.run}. Name a new folder as OUT.")
-        if self.finetune.train == "router" and self.finetune.router_rate == 0:
-            raise UserError("lr_router is 0, but train is router: nothing would learn. Raise it.")
         if not self.data.data and self.data != DataConfig(seq_len=self.data.seq_len):
             raise UserError(
                 "data names no source, so the text of RUN is read as RUN did, and only seq_len can "
@@ -251,7 +249,13 @@ RECIPES: dict[str, dict[str, AnyRunConfig]] = {
             out="",
             data=DataConfig(seq_len=512),
             finetune=FinetuneConfig(
-                steps=240, batch_size=4, lr=None, lr_router=0.0, kl_weight=1.0, ce_weight=0.0
+                train="experts",
+                steps=240,
+                batch_size=4,
+                lr=None,
+                lr_router=0.0,
+                kl_weight=1.0,
+                ce_weight=0.0,
             ),
         ),
         # Hyperparameters of tab:hyperparams_sft, 1.2B tokens, with our gradient of the routers.

@@ -111,17 +111,12 @@ def tokenise(
     if eval_text:
         fitted = [TokenBlocks.load(training), *([beside.training] if beside else [])]
         record["overlap"] = max(overlap(blocks, TokenBlocks.load(heldout)) for blocks in fitted)
-        name = _overlap_noted(name, record["overlap"], progress)
+        if share := record["overlap"]:
+            told = f"{share:.2%} of {', '.join(name)} is training text: results on it are no test"
+            progress.log(told)
+            name = (*name, f"{share:.2%} of it training text")
     write_json(folder / _RECORD, {**record, "heldout_name": name})
     return Text.load(folder)
-
-
-def _overlap_noted(name: tuple[str, ...], share: float, progress: Progress) -> tuple[str, ...]:
-    """Name of the held-out text, with the share of it that is training text."""
-    if share == 0:
-        return name
-    progress.log(f"{share:.2%} of {', '.join(name)} is training text: results on it are no test")
-    return (*name, f"{share:.2%} of it training text")
 
 
 def write_windows(

@@ -160,13 +160,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 def products(step: Step) -> dict[str, int]:
     """FLOP of the matrix products of one step on one GPU, by part.
 
-    A backward costs one forward for the activations and, if all weights are trained, one more for
-    the weights. Attention counts the whole square. A teacher runs all of the dense model.
+    A backward costs one forward for the activations, and one more for the weights that are
+    trained. Attention counts the whole square. A teacher runs all of the dense model.
     """
     sizes, counts, widths = step.sizes, step.sizes.counts, step.sizes.widths
     tokens, trains_all = step.part(step.batch_size) * step.seq_len, step.train == "everything"
     dense = 2 * (counts.attention_and_norms + counts.ffn_total + counts.routers)
     linear = dense - 2 * (not step.is_alignment) * (counts.ffn_total - counts.ffn_active)
+    trained = linear if trains_all else 2 * counts.ffn_active * (step.train == "experts")
     scores = 4 * step.seq_len * sizes.queries * widths.layers
     head = (2 + step.has_teacher + trains_all) * 2 * widths.vocabulary * widths.model
     again = step.checkpointing * (linear + scores)
@@ -174,7 +175,7 @@ def products(step: Step) -> dict[str, int]:
     return {
         "forward": tokens * (linear + scores + step.has_teacher * (dense + scores)),
         "head and loss": tokens * head,
-        "backward": tokens * ((1 + trains_all) * linear + 2 * scores + again + plan),
+        "backward": tokens * (linear + trained + 2 * scores + again + plan),
     }
 
 
@@ -233,7 +234,7 @@ def traffic(step: Step) -> int:
     gathering = step.sharded * times * (2 + step.has_teacher) * layers
     if step.is_alignment:
         return gathering + FLOAT32 * sizes.affinities
-    is_owned = step.sharded and step.train == "everything"
+    is_owned = step.sharded and step.trains_weights
     return gathering + FLOAT32 * step.trained * (times if is_owned else 2)
 
 
@@ -246,7 +247,7 @@ def plan(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
     """
     ranks, choices = machine.gpus, []
     step = replace(step, held=machine.held, on_cpu=machine.on_cpu)
-    can_offload = step.train == "everything" and not machine.on_cpu
+    can_offload = step.trains_weights and not machine.on_cpu
     ways = [*product((False,), (False, True), (False, True)[: min(2, ranks)])]
     ways += [(True, checkpointing, ranks > 1) for checkpointing in (False, True) if can_offload]
     for offload, checkpointing, sharded in ways:
@@ -298,10 +299,10 @@ def fitting(step: Step, memory_bytes: int) -> Step:
     """The step if it fits into a device, else as a change lets it fit.
 
     Tried are activation checkpointing, then smaller micro-batches with it, then what is trained on
-    the host, if it is all; the last one is of one sequence, whether it fits or not.
+    the host, if it is no adapters; the last one is of one sequence, whether it fits or not.
     """
     ways = [step]
-    for offload in (step.offload, True)[: 1 + (step.train == "everything" and not step.on_cpu)]:
+    for offload in (step.offload, True)[: 1 + (step.trains_weights and not step.on_cpu)]:
         size = step.micro_batch_size
         while size:
             way = replace(step, offload=offload, sharded=step.sharded or offload)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dotmoe.export.parameters import count_parameters
-from dotmoe.method.config import FinetuneConfig
+from dotmoe.method.config import FinetuneConfig, Train
 from dotmoe.method.granularity import Splits, targets_of
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, widths_of
 from dotmoe.training.losses import chunk_rows
@@ -82,7 +82,7 @@ class Step:
     """Sequences in memory at once on each GPU."""
     held: Literal[2, 4] = 2
     """Bytes of a dense weight in memory."""
-    train: Literal["assignment", "everything", "router", "lora"] = "assignment"
+    train: Literal["assignment"] | Train = "assignment"
     """`assignment`: an alignment, with a teacher, all experts running and dense weights frozen."""
     distils: bool = False
     """Whether it follows the dense model; an alignment always does."""
@@ -105,6 +105,11 @@ class Step:
     def is_alignment(self) -> bool:
         """Whether the step learns assignment and routers, from a teacher."""
         return self.train == "assignment"
+
+    @property
+    def trains_weights(self) -> bool:
+        """Whether it trains dense weights themselves, all or those of the experts."""
+        return self.train in ("everything", "experts")
 
     @property
     def has_teacher(self) -> bool:
@@ -131,8 +136,10 @@ class Step:
         attention have one, and each expert's three.
         """
         sizes, split, width = self.sizes, self.sizes.split, self.sizes.widths.model
-        if self.train != "lora":
-            return sizes.counts.stored if self.train == "everything" else sizes.counts.routers
+        if self.train == "everything":
+            return sizes.counts.stored
+        if self.train == "experts":
+            return sizes.counts.routers + 3 * sizes.moe_layers * sizes.widths.ffn * width
         entries = sizes.widths.layers * (4 * width + 2 * sizes.head_width)
         entries += sizes.moe_layers * 3 * split.num_experts * (width + split.expert_size)
         return sizes.counts.routers + FinetuneConfig().lora_rank * entries
@@ -140,7 +147,8 @@ class Step:
     @property
     def on_host(self) -> int:
         """Bytes that one GPU's part of a training takes on the host."""
-        return self.offload * 4 * FLOAT32 * self.part(self.trained)
+        frozen = self.held * self.part(self.sizes.counts.stored - self.trained)
+        return self.offload * (4 * FLOAT32 * self.part(self.trained) + frozen)
 
     def part(self, number: int) -> int:
         """The part of `number` items on one GPU, rounded up."""
@@ -163,7 +171,10 @@ def step_memory(step: Step) -> Items:
         # Cast layer by layer, as if gathered; embedding and head stay to the end of the step.
         in_layers = min(2, layers) * sizes.layer_parameters
         whole = in_layers + counts.input_embedding + counts.output_head
-        weights = whole + (step.train != "everything" and not step.offload) * weights
+        kept_in_float32 = step.trains_weights * (step.trained - counts.routers)
+        weights = whole + (not step.offload) * (
+            weights - (step.part(kept_in_float32) if step.sharded else kept_in_float32)
+        )
     elif step.sharded and step.ranks > 1:
         weights += gathered(sizes)
     if step.train == "lora":
@@ -177,17 +188,16 @@ def step_memory(step: Step) -> Items:
             "soft plan and gradients": FLOAT32 * (own + sizes.affinities + routers),
         }
     else:
-        is_divided = step.sharded and step.train == "everything"
+        is_divided = step.sharded and step.trains_weights
         own = step.part(step.trained) if is_divided else step.trained
         own *= not step.offload
         trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
-        if step.distils and step.train == "everything":  # else the student itself teaches
+        if step.distils and step.trains_weights:  # else the student itself teaches
             total = counts.dense_total
             trained["teacher"] = step.held * (step.part(total) if step.sharded else total)
         if step.train == "everything":
             trained["gradient of the head"] = step.held * sizes.widths.vocabulary * width
-        trains_experts = step.train in ("everything", "lora")  # else their inputs are not kept
-        working += (ROWS_IN_BACKWARD - 1 + trains_experts) * sizes.split.active_experts * width
+        working += ROWS_IN_BACKWARD * sizes.split.active_experts * width
     # One chunk of logits: three tensors in float32, and the logits themselves if in 16 bits.
     vocabulary = sizes.widths.vocabulary
     rows = min(tokens, chunk_rows(vocabulary, on_cpu=step.on_cpu))
@@ -228,12 +238,12 @@ def kept_per_token(step: Step) -> int:
 
     Frozen projections keep none of their inputs. In float32: the inputs of both norms and of the
     router, four tensors of router scores, and the inputs of query and key norms if there are any.
-    In finetuning N counts only neurons that run, and b * D is added. If experts are trained or
-    adapted, their inputs are added, b * (N + k * D); if all weights are, attention's too, b * D.
+    In finetuning N counts only neurons that run, and b * D and the experts' inputs are added,
+    b * (N + k * D); if all weights are trained, attention's too, b * D.
     """
     sizes, width = step.sizes, step.sizes.widths.model
     inputs = {"assignment": 0, "everything": 2}.get(step.train, 1)
-    trains_experts = step.train in ("everything", "lora")
+    trains_experts = not step.is_alignment
     inputs += trains_experts * sizes.split.active_experts
     norms = 0 if sizes.traits.qk_norm == "none" else sizes.head_width
     narrow = (2 + trains_experts) * step.neurons + 2 * sizes.head_width + inputs * width

@@ -122,7 +122,7 @@ class Stages:
                 sizes=self.sizes,
                 batch_size=tuning.finetune.batch_size,
                 seq_len=min(tuning.data.seq_len, self.sizes.widths.context),
-                train=config.train,
+                train=config.train or tuning.finetune.train,
                 distils=tuning.finetune.kl_weight > 0,
             )
             steps = config.finetune_steps or tuning.finetune.steps

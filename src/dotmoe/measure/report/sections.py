@@ -213,7 +213,7 @@ def _weights(run: RunResults) -> str:
             origin += " and refitted the attention's output projections" * (target == "both")
         origin += "; everything else is the dense model's"
     elif run.is_finetuned:
-        trained = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
+        trained = {"experts": "the experts", "lora": "low-rank adapters and routers"}
         train = run.config["finetune"]["train"]
         origin = f"finetuning changed {trained.get(train, 'all weights')}"
     else:
