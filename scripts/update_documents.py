@@ -161,7 +161,7 @@ def main() -> int:
 
 # --- what documents call
 
-SIMULATED = {"assignment": "align", "everything": "finetune", "repair": "repair"}
+SIMULATED = {"assignment": "align", "experts": "finetune", "repair": "repair"}
 PARTS = {
     "the paper's recipe": "DOT-MoE (paper), aligned",
     "our start, weights as they are": "dotmoe, frozen",
