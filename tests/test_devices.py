@@ -89,7 +89,7 @@ def test_align(start, solver, split, both):
     both(aligned, start=start, solver=solver, split=split)
 
 
-@pytest.mark.parametrize("what", ["everything", "lora"])
+@pytest.mark.parametrize("what", ["everything", "experts", "lora"])
 def test_finetune(what, both, layout_of, dense):
     layout = layout_of(dense(CPU), 6, active_experts=2, shared_size=24)
     both(finetuned, layout=layout, train=what)

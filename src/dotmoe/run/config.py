@@ -94,7 +94,7 @@ class FinetuneRunConfig:
     """Seed of the data order and of the initial adapters."""
 
     def check_together(self) -> None:
-        """Refuse options for reading a text if no text is named, RUN as OUT."""
+        """Refuse options for reading a text if no text is named, and RUN as OUT."""
         if self.run and self.run == self.out:
             raise UserError(f"RUN and OUT are both {self.run}. Name a new folder as OUT.")
         if not self.data.data and self.data != DataConfig(seq_len=self.data.seq_len):
