@@ -116,6 +116,7 @@ def test_only_active_experts_cost_products_in_finetuning():
     [
         ({}, "finetune OUT OUT2", 240 * 4 * 512),
         ({"finetune_steps": 9}, "finetune OUT OUT2 --steps 9", 9 * 4 * 512),
+        ({"train": "lora"}, "finetune OUT OUT2 --train lora", 240 * 4 * 512),
         ({"finetune_recipe": "paper"}, "finetune OUT OUT2 --recipe paper", 4_578 * 128 * 2_048),
     ],
 )

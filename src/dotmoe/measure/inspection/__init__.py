@@ -52,7 +52,7 @@ def inspect_model(
     check(options)
     device = resolved_device(options.load.device)
     options, dense, sizes, form = _sized(config, options, stored)
-    is_asked = options.finetune_recipe or options.finetune_steps
+    is_asked = options.finetune_recipe or options.finetune_steps or options.train
     machines = [] if options.gpu else [here or _measured(device, options, stored)]
     own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
     for name in [options.gpu] if options.gpu else ACCELERATORS:
@@ -81,10 +81,10 @@ def inspect_model(
                 hours = choice.on(machine, align)["hours"]
                 choices.append({"command": f"convert MODEL OUT {name}", "hours": hours})
             if tuned := made.get("finetune"):
-                given = {"recipe": options.finetune_recipe, "steps": options.finetune_steps}
-                words = [f" --{name} {value}" for name, value in given.items() if value]
-                command = "finetune OUT OUT2" + "".join(words)
-                choices.append({"command": command, "hours": tuned["hours"]})
+                given: dict[str, Any] = {"recipe": options.finetune_recipe, "train": options.train}
+                given |= {"steps": options.finetune_steps}
+                words = ["finetune OUT OUT2", *(f"--{n} {x}" for n, x in given.items() if x)]
+                choices.append({"command": " ".join(words), "hours": tuned["hours"]})
     written = {row["stage"]: row["disk"] for row in conversions[0]["stages"] if row["disk"]}
     there = {"dense checkpoint (unless it is there)": stored.itemsize * sizes.counts.dense_total}
     items = {"disk": there | written, "exported": exported_bytes(sizes)}
