@@ -97,12 +97,15 @@ def table(dense_folder: str, *folders: str) -> Row:
 
 def row_beside(name: str, folder: Path) -> Row:
     """The row of a conversion or finetuning that is in no comparison: that of its export."""
+    manifest, row = read_json(folder / "manifest.json"), Row(value=name)
+    if "row" in manifest:  # of a script that has left the tree
+        return {**manifest["row"], **row}
     results = read_json(folder / "6_evaluate" / "results.json")
     if results["config"]["command"] == "finetune":
         row = row_beside(name, Path(results["config"]["run"]))
         row |= {"weights": "finetuned", "text_tokens": row["text_tokens"] + results["tokens"]}
     else:
-        row = {"value": name, "router": "own"}
+        row["router"] = "own"
         row["weights"] = "repaired" if "repair" in results else "aligned"
         config = RunFolder(folder).config(RunConfig)
         read = text_tokens(config, results["steps"], describe_dense(config.model))
