@@ -43,8 +43,7 @@ def main_scores(folder: Path) -> Row:
     found = {}
     for file in sorted(folder.glob("tasks/*.json")):
         (main_score,) = (score for score in read_json(file)["scores"] if score["is_main"])
-        kept = ("value", "stderr", "questions", "chance")
-        found[file.stem] = {key: main_score[key] for key in kept}
+        found[file.stem] = {n: main_score[n] for n in ("value", "stderr", "questions", "chance")}
     return found
 
 
@@ -142,8 +141,7 @@ def conversions(*folders: str) -> Row:
     for folder in map(Path, folders):
         results = read_json(folder / "6_evaluate" / "results.json")
         measured = [(results["dense"], results["moe"])]
-        for file in sorted(folder.glob("*/perplexity.json")):
-            found = read_json(file)
+        for found in map(read_json, sorted(folder.glob("*/perplexity.json"))):
             measured.append((found["against"], found["model"]))
         texts = {}
         for dense, made in measured:
@@ -158,8 +156,7 @@ def conversions(*folders: str) -> Row:
             }
         plans = read_json(folder / "plan.json")["conversions"]
         (plan,) = (each for each in plans if each["gpu"] == "this CPU")
-        stages = RunFolder(folder).manifest["stages"]
-        seconds = {name: each["seconds"] for name, each in stages.items()}
+        seconds = {n: s["seconds"] for n, s in RunFolder(folder).manifest["stages"].items()}
         rows.append(
             {
                 "model": f"{Path(results['config']['model']).name}, dequantised",
