@@ -41,13 +41,13 @@ def require_harness() -> str:
 def quiet_harness() -> Iterator[None]:
     """Within this context, the harness prints nothing to stdout, and only errors are logged.
 
-    Programs that models write are run by `CodeEval`.
+    Programs that models write are run by `CodeEval`. Git is not asked, which complains elsewhere.
     """
     import datasets
 
     import evaluate
 
-    load = evaluate.load
+    load, git = evaluate.load, patch("lm_eval.evaluator.get_git_commit_hash", str)
 
     def metric(name: str, *options: Any, **named: Any) -> Any:
         return CodeEval() if name == "code_eval" else load(name, *options, **named)
@@ -55,7 +55,7 @@ def quiet_harness() -> Iterator[None]:
     datasets.disable_progress_bars()
     logging.disable(logging.WARNING)
     try:
-        with redirect_stdout(sys.stderr), patch.object(evaluate, "load", metric):
+        with git, redirect_stdout(sys.stderr), patch.object(evaluate, "load", metric):
             yield
     finally:
         logging.disable(logging.NOTSET)
