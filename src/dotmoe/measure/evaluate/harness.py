@@ -130,7 +130,9 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         length = in_context("max_length", config.max_length or context, context)
         if batch_size == "auto" and device.type == "cpu":
             batch_size = min(CPU_BATCH, max(1, MAX_LOGITS // (length * int(sizes.vocab_size))))
-        runner = HFLM(
+        # The harness ends answers after 256 tokens; chat models explain for longer than that.
+        chat = type("ChatLM", (HFLM,), {"max_gen_toks": min(1024, length // 2)})
+        runner = (chat if config.chat_template else HFLM)(
             pretrained=str(folder),
             tokenizer=load_tokenizer(folder, sizes.vocab_size),
             device=str(device),
@@ -185,12 +187,12 @@ def run_tasks(
     truncated = sum(len(model.tok_encode(text)) > room for text, room in long)
     notes = [] if limit is None else [f"only the first {limit} questions of each task are scored"]
     if as_chat:
-        notes.append("asked through the model's chat template, solved examples as turns of it")
+        chat = "asked through the model's chat template, solved examples as turns of it"
+        notes.append(f"{chat}; answers of up to {model.max_gen_toks:,} tokens, or the task's own")
     if truncated:
         notes.append(
             f"{truncated} of {len(requests)} requests are longer than {model.max_length} tokens, "
-            "with the longest answer: the harness cuts off their beginning, with any solved "
-            "examples in it"
+            "with the longest answer: the harness cuts off their beginning, examples first"
         )
     return {
         "scores": [row for task in output["results"] for row in _rows(task, output)],

@@ -55,8 +55,7 @@ TASKS = {
 }
 STAND_INS = {
     "sciq/test": {
-        "sciq/validation": "scored on the validation split, since there is no sciq/test: the "
-        "official number is of the test split",
+        "sciq/validation": "scored on the validation split, official numbers on the test split"
     },
     "hellaswag/train": {
         "hellaswag/train_fewshot_11": "solved examples are drawn from 11 rows of the training "
@@ -75,8 +74,7 @@ SETS = {
     "paper_by_k": dict.fromkeys(("arc_easy", "arc_challenge", "piqa", "hellaswag"), "acc_norm")
     | {"winogrande": "acc"},
 }
-"""Sets of tasks that `--tasks` accepts by name, with the metric of each task in the paper's table:
-the six tasks, and the five of tab:sparsity_detailed."""
+"""Sets of tasks for `--tasks`, with the paper's metrics: its six, and tab:sparsity_detailed."""
 
 
 def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
