@@ -171,7 +171,7 @@ def test_a_chat_template_asks_as_the_harness_does_and_is_recorded(
         values[chat] = {f"{row['metric']},none": row["value"] for row in task["scores"]}
         expected = by_the_harness(model, ["piqa"], 2, monkeypatch, apply_chat_template=chat)["piqa"]
         assert values[chat] == {name: expected[name] for name in values[chat]}
-        assert task["identity"]["chat_template"] == (chat or None)
+        assert task["identity"]["chat_answer"] == (1024 if chat else None)
         assert any("up to 128 tokens" in note for note in task["notes"]) == chat
     refused = command("evaluate", model, **options | {"out": tmp_path / "out-False"}).refusal()
     assert "another chat_template (None, not True)" in refused

@@ -25,8 +25,8 @@ from dotmoe.models.tokenizer import load_tokenizer
 MAX_LOGITS = 1 << 28
 """Maximum number of logits per forward pass (1 GiB in float32), unless one request has more."""
 CPU_BATCH, GPU_BATCH = 16, 64
-"""Requests per forward pass: on a CPU, where more are no faster; on a GPU, the number from which
-the harness starts its search for the largest batch that fits."""
+"""Requests per forward pass: more are no faster on a CPU; on a GPU the harness tries up to this."""
+CHAT_ANSWER = 1_024  # tokens: the harness ends at 256, and chat models explain for longer
 SPLITS = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
 
 
@@ -41,7 +41,7 @@ def require_harness() -> str:
 def quiet_harness() -> Iterator[None]:
     """Within this context, the harness prints nothing to stdout, and only errors are logged.
 
-    Programs that models write are run by `CodeEval`. Git is not asked, which complains elsewhere.
+    `CodeEval` runs programs that models write. Git is not asked: it complains where it has none.
     """
     import datasets
 
@@ -130,8 +130,7 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         length = in_context("max_length", config.max_length or context, context)
         if batch_size == "auto" and device.type == "cpu":
             batch_size = min(CPU_BATCH, max(1, MAX_LOGITS // (length * int(sizes.vocab_size))))
-        # The harness ends answers after 256 tokens; chat models explain for longer than that.
-        chat = type("ChatLM", (HFLM,), {"max_gen_toks": min(1024, length // 2)})
+        chat = type("ChatLM", (HFLM,), {"max_gen_toks": min(CHAT_ANSWER, length // 2)})
         runner = (chat if config.chat_template else HFLM)(
             pretrained=str(folder),
             tokenizer=load_tokenizer(folder, sizes.vocab_size),

@@ -90,6 +90,7 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
         "dtype": str(dtype).removeprefix("torch."),
         "limit": config.limit,
         "chat_template": config.chat_template or None,  # as in results from before the option
+        "chat_answer": harness.CHAT_ANSWER if config.chat_template else None,
         "max_length": config.max_length,
         "data": "hub",
     }
