@@ -43,7 +43,7 @@ class TextConfig:
     pruning measure WikiText-2."""
     batch_size: Annotated[int | Literal["auto"], at_least(1)] = "auto"
     """Windows, or requests of tasks, per forward pass, 1 or more. auto: 8 windows; 16 requests on a
-    CPU, fewer if the vocabulary is large; on a GPU as many requests as fit."""
+    CPU, fewer if their logits need much memory; on a GPU as many requests as fit."""
 
     def window_in(self, context: int) -> int:
         """Tokens per window for a model with this context; raises `UserError` if it is longer."""

@@ -65,9 +65,7 @@ class LearnedAssignment:
         """Stand-in for the plan of all layers, used only to collect its gradient."""
         self.masking = Masking(
             routing=Routing(
-                active_experts=split.active_experts,
-                surrogate=config.surrogate,
-                own_dtype=is_native,
+                active_experts=split.active_experts, surrogate=config.surrogate, own_dtype=is_native
             ),
             expert_of_neuron_LN=torch.full(affinity_LNE.shape[:2], -1, device=dense.device),
             router_LED=(),

@@ -25,12 +25,7 @@ class Objective:
     """
 
     def __init__(
-        self,
-        dense: DenseModel,
-        blocks: TokenBlocks,
-        config: ObjectiveConfig,
-        *,
-        seed: int,
+        self, dense: DenseModel, blocks: TokenBlocks, config: ObjectiveConfig, *, seed: int
     ) -> None:
         self.dense, self.blocks = dense, blocks
         self.config, self.seed = config, seed

@@ -500,11 +500,7 @@ def _align(run: _Run, dense: DenseModel, splits: Splits, start: States) -> State
 
 
 def _fitting(
-    run: _Run,
-    dense: DenseModel,
-    splits: Splits,
-    how: Training,
-    placed: tuple[torch.dtype, bool],
+    run: _Run, dense: DenseModel, splits: Splits, how: Training, placed: tuple[torch.dtype, bool]
 ) -> Training:
     """The options of a training, the same on all ranks, with what makes its step fit the device.
 

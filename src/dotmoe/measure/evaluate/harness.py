@@ -19,11 +19,12 @@ from dotmoe.common.files import Values, write_json
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import loading
 from dotmoe.measure.evaluate.programs import CodeEval
+from dotmoe.models.family import head_dim
 from dotmoe.models.load import resolved_dtype
 from dotmoe.models.tokenizer import load_tokenizer
 
-MAX_LOGITS = 1 << 28
-"""Maximum number of logits per forward pass (1 GiB in float32), unless one request has more."""
+MAX_NUMBERS = 1 << 28
+"""Logits, or keys and values, of one batch of requests (1 GiB in float32); one may have more."""
 CPU_BATCH, GPU_BATCH = 16, 64
 """Requests per forward pass: more are no faster on a CPU; on a GPU the harness tries up to this."""
 CHAT_ANSWER = 1_024  # tokens: the harness ends at 256, and chat models explain for longer
@@ -126,17 +127,27 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
     device = resolved_device(config.load.device)
     with loading(folder):
         sizes = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-        context, batch_size = int(sizes.max_position_embeddings), config.corpus.batch_size
+        context = int(sizes.max_position_embeddings)
         length = in_context("max_length", config.max_length or context, context)
-        if batch_size == "auto" and device.type == "cpu":
-            batch_size = min(CPU_BATCH, max(1, MAX_LOGITS // (length * int(sizes.vocab_size))))
-        chat = type("ChatLM", (HFLM,), {"max_gen_toks": min(CHAT_ANSWER, length // 2)})
-        runner = (chat if config.chat_template else HFLM)(
+        scored = written = config.corpus.batch_size
+        if scored == "auto" and device.type == "cpu":
+            cached = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * head_dim(sizes)
+            most = length * int(sizes.vocab_size), min(length, 2048) * cached
+            scored, written = (min(CPU_BATCH, max(1, MAX_NUMBERS // each)) for each in most)
+
+        class Runner(HFLM):
+            def generate_until(self, *requests: Any, **options: Any) -> Any:
+                with patch.object(self, "batch_size_per_gpu", written):
+                    return super().generate_until(*requests, **options)
+
+        if config.chat_template:
+            Runner.max_gen_toks = min(CHAT_ANSWER, length // 2)
+        runner = Runner(
             pretrained=str(folder),
             tokenizer=load_tokenizer(folder, sizes.vocab_size),
             device=str(device),
             dtype=resolved_dtype(config.load.dtype, device),
-            batch_size=batch_size,
+            batch_size=scored,
             max_batch_size=GPU_BATCH,
             max_length=config.max_length,
         )

@@ -322,9 +322,7 @@ def curve_table(curve: Values) -> Table:
             "of all": lambda point: percent(point["active_parameters"] / curve["dense_parameters"]),
             "perplexity": lambda point: f"{point['perplexity']:.3f}",
             f"nats above k = {curve['num_experts']}": lambda point: nats_with_error(
-                point["loss_above_all_experts"],
-                point.get("loss_above_all_experts_stderr"),
-                "+.4f",
+                point["loss_above_all_experts"], point.get("loss_above_all_experts_stderr"), "+.4f"
             ),
         },
         title=f"Perplexity per {curve['unit']} at several k",

@@ -59,11 +59,11 @@ STAND_INS = {
     },
     "hellaswag/train": {
         "hellaswag/train_fewshot_11": "solved examples are drawn from 11 rows of the training "
-        "split, not from all 39,905, so that prompts differ from the official ones",
+        "split, not from all 39,905, so that prompts differ from the official ones"
     },
     "gsm8k/train": {
         "gsm8k/train_fewshot_64": "solved examples are drawn from 64 rows of the training split, "
-        "not from all 7,473, so that prompts differ from the official ones",
+        "not from all 7,473, so that prompts differ from the official ones"
     },
 }
 """Local files that replace a missing one, and the note that results then get."""
