@@ -42,8 +42,7 @@ def main_scores(folder: Path) -> Row:
     """Main scores of `dotmoe evaluate --tasks` by task; {} if it did not run."""
     found = {}
     for file in sorted(folder.glob("tasks/*.json")):
-        (main_score,) = (score for score in read_json(file)["scores"] if score["is_main"])
-        found[file.stem] = {n: main_score[n] for n in ("value", "stderr", "questions", "chance")}
+        (found[file.stem],) = (score for score in read_json(file)["scores"] if score["is_main"])
     return found
 
 
