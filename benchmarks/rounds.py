@@ -93,10 +93,7 @@ def rates(device: torch.device, dtype: torch.dtype, *others: Product) -> dict[st
         with clock.part("copy"):
             target.copy_(source)
         copying = min(copying, clock.seconds()["copy"])
-    return {
-        "matmul_flops_per_s": flops_per_s,
-        "copy_bytes_per_s": 2 * source.nbytes / copying,
-    }
+    return {"matmul_flops_per_s": flops_per_s, "copy_bytes_per_s": 2 * source.nbytes / copying}
 
 
 def keep(out: Path | str, figures: dict[str, Any], seed: int = 0) -> None:

@@ -120,13 +120,7 @@ def main() -> None:
     if settings.steps:
         align = replace(config.align, steps=settings.steps)
         task = LayerByLayer(
-            dense,
-            text.training,
-            (start,),
-            (split,),
-            align,
-            config.assignment,
-            seed=settings.seed,
+            dense, text.training, (start,), (split,), align, config.assignment, seed=settings.seed
         )
         task.layers = layers
         with masked(dense, task.maskings):

@@ -197,9 +197,7 @@ def compared(rows: Iterable[Any]) -> list[Any]:
         row["name"], row["dense"] = row.value.replace("dot_moe", "dotmoe"), dense
         row["score"] = score(row.tasks)
         row["times"] = math.exp(row.loss_above_dense)
-        row["other_times"] = (
-            math.exp(row.other_loss - dense.other_loss) if row.other_loss else Nothing()
-        )
+        row["other_times"] = row.other_loss and math.exp(row.other_loss - dense.other_loss)
         losses = [math.exp(each) for each in row.losses or ()]
         row["spread"] = f"{min(losses):.2f} to {max(losses):.2f}" if len(losses) > 1 else Nothing()
         row["way"] = f"{row.router.split(',')[0]}_{row.weights}" if row.router else "pruned"
@@ -244,6 +242,11 @@ def score(tasks: Any, names: Iterable[str] = ()) -> str | Nothing:
 def above_chance(tasks: Any) -> list[str]:
     """Tasks on which a model is better than guessing by more than two standard errors."""
     return [n for n, task in tasks.items() if task.value - task.chance > 2 * task.stderr]
+
+
+def points(changes: list[float]) -> str:
+    """Mean change in percentage points, and its standard error."""
+    return f"{100 * fmean(changes):+.1f} ± {100 * stdev(changes) / len(changes) ** 0.5:.1f}"
 
 
 def shares(rows: Iterable[Any]) -> list[Any]:
