@@ -131,11 +131,12 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         length = in_context("max_length", config.max_length or context, context)
         scored = written = config.corpus.batch_size
         if scored == "auto" and device.type == "cpu":
-            cached = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * head_dim(sizes)
-            most = length * int(sizes.vocab_size), min(length, 2048) * cached
+            heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+            cached = 2 * sizes.num_hidden_layers * heads * head_dim(sizes)  # numbers a token
+            most = length * int(sizes.vocab_size), min(length, 2 * CHAT_ANSWER) * cached
             scored, written = (min(CPU_BATCH, max(1, MAX_NUMBERS // each)) for each in most)
 
-        class Runner(HFLM):
+        class Runner(HFLM):  # writing answers, it keeps the logits of one position
             def generate_until(self, *requests: Any, **options: Any) -> Any:
                 with patch.object(self, "batch_size_per_gpu", written):
                     return super().generate_until(*requests, **options)
