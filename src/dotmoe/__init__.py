@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from dotmoe.method.config import FinetuneConfig
     from dotmoe.method.layout import ExpertLayout
     from dotmoe.models.config import LoadConfig
-    from dotmoe.pipeline import Conversion, convert, finetune
+    from dotmoe.pipeline.convert import convert
+    from dotmoe.pipeline.finetune import finetune
+    from dotmoe.pipeline.stages import Conversion
     from dotmoe.run.config import FinetuneRunConfig, RunConfig, finetune_recipe, recipe
     from dotmoe.text.config import DataConfig
     from dotmoe.training.config import TrainingConfig
@@ -48,7 +50,9 @@ _HOMES = {
     "method.config": ("FinetuneConfig",),
     "method.layout": ("ExpertLayout",),
     "models.config": ("LoadConfig",),
-    "pipeline": ("Conversion", "convert", "finetune"),
+    "pipeline.convert": ("convert",),
+    "pipeline.finetune": ("finetune",),
+    "pipeline.stages": ("Conversion",),
     "training.config": ("TrainingConfig",),
 }
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dotmoe.cli.quickstart import quickstart, run_configs
 from dotmoe.common.progress import Progress
 from dotmoe.models.family import FAMILIES
-from dotmoe.pipeline import settled_config
+from dotmoe.pipeline.convert import settled_config
 from dotmoe.run.config import QuickstartConfig
 from export.comparison import logits_of, masked_logits, relative_error
 from runs import TinyRun, loaded, slow_but, with_an_outlier

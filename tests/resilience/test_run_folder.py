@@ -13,7 +13,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.options import identity
 from dotmoe.common.progress import Progress
 from dotmoe.models.checkpoint import fingerprint
-from dotmoe.pipeline import convert
+from dotmoe.pipeline.convert import convert
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
 from dotmoe.run.folder import RunFolder
 
@@ -125,7 +125,7 @@ def test_a_finished_run_needs_neither_its_data_nor_its_model_in_memory(
 ):
     made = finished.copied_to(tmp_path / "run")
     shutil.rmtree(made.folder / "0_data")
-    monkeypatch.setattr("dotmoe.pipeline.load_dense", None)
+    monkeypatch.setattr("dotmoe.pipeline.convert.load_dense", None)
     assert command(*made.command()).status == 0
     assert not (made.folder / "0_data").exists()
 

@@ -23,7 +23,9 @@ from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import describe_dense
-from dotmoe.pipeline import budget_of, convert, exportable_splits, finetune, prune
+from dotmoe.pipeline.convert import convert, exportable_splits
+from dotmoe.pipeline.finetune import finetune
+from dotmoe.pipeline.prune import budget_of, prune
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.pruning import PRUNING, require
 from dotmoe.run.config import PAPER, CompareConfig, PruneRunConfig, RunConfig, finetune_recipe

@@ -1,0 +1,224 @@
+"""`convert`: a dense model becomes a MoE checkpoint, stage by stage.
+
+tokenise -> calibrate -> align -> extract (-> repair) -> export -> evaluate -> report
+"""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dotmoe.common.distributed import (
+    broadcast_from_rank_zero,
+    process_group,
+    raise_on_all_ranks,
+    require_one_process,
+    resolved_device,
+)
+from dotmoe.common.files import read_json, write_json
+from dotmoe.common.options import checked
+from dotmoe.common.progress import Progress
+from dotmoe.export.write import export_dtype, require_exportable
+from dotmoe.measure.inspection import chosen_in_time
+from dotmoe.method.align import Alignment, align
+from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers, pruning_errors
+from dotmoe.method.granularity import Splits
+from dotmoe.method.layout import (
+    States,
+    extract,
+    load_states,
+    save_states,
+)
+from dotmoe.method.masked import masked_by
+from dotmoe.method.repair import repair_tokens
+from dotmoe.models.family import DenseModel
+from dotmoe.models.load import describe_dense, load_dense
+from dotmoe.models.on_disk import on_disk
+from dotmoe.pipeline.stages import Conversion, Run, fitting_the_device
+from dotmoe.rivals import baselines
+from dotmoe.rivals.baselines import Baseline, Baselines
+from dotmoe.run.config import RunConfig
+from dotmoe.run.folder import RunFolder
+from dotmoe.run.settled import settled, splits_for
+
+_DENSE_LAYERS = "dense_layers.json"
+
+
+def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
+    """Convert a dense model; stages that are finished in the run folder are not run again.
+
+    Under torchrun every rank calls it, and all must see the same run folder. Only rank zero writes
+    and prints. After the repair the other ranks return, and rank zero continues alone.
+
+    Raises:
+        UserError: The input is bad, or another process uses the run folder. After any exception a
+            new run folder is removed, unless there is a finished stage or progress to resume.
+    """
+    with ExitStack() as work:
+        with process_group(resolved_device(config.load.device)):
+            config = raise_on_all_ranks(lambda: settled_config(checked(config)))
+            if config.time:
+                config = broadcast_from_rank_zero(lambda: _in_time(config, progress))
+            run = Run(config, progress)
+            if run.start(work):
+                return run.conversion()
+            dense = load_dense(run.folder.model, config.load)
+            splits = raise_on_all_ranks(lambda: exportable_splits(config, dense))
+            wanted = config.calibration_tokens(dense.widths.model)
+            if config.repair:
+                wanted = max(wanted, repair_tokens(config.repairing, splits, dense.config))
+            run.tokenise(dense, wanted)
+            splits = _with_dense_layers(run, dense, splits)
+            states = None
+            if config.method == "dot_moe" or config.align.steps:
+                states = _align(run, dense, splits, _calibrate(run, dense, splits))
+            extracted = _extract(run, dense, splits, states)
+            layouts = tuple(each.layout for each in extracted)
+            steps = config.align.schedule(run.text.training.num_blocks).steps
+            metrics: dict[str, Any] = {"steps": steps}
+            if dense.weights == "shards":
+                dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
+            if config.repair:
+                metrics["repair"] = run.repair(dense, layouts)
+        if not run.is_rank_zero:
+            return run.conversion()
+        weights = run.trained("repair", dense) if config.repair else dense
+        run.export(dense, weights, layouts)
+        run.evaluate(dense, layouts, lambda: metrics | _measure_unexported(run, dense, extracted))
+        return run.conversion()
+
+
+def settled_config(config: RunConfig) -> RunConfig:
+    """The config as it is meant for its model; methods other than DOT-MoE run on one rank."""
+    if config.method != "dot_moe":
+        require_one_process(f"method {config.method}")
+    dense = describe_dense(config.model)
+    return settled(config, dense, export_dtype(dense, config.export))
+
+
+def exportable_splits(config: RunConfig, dense: DenseModel) -> Splits:
+    """The splits of a conversion; refused if they do not suit the model or export."""
+    splits = splits_for(config.method, config, dense, export_dtype(dense, config.export))
+    require_exportable(dense, splits, config.export)
+    return splits
+
+
+def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
+    """The config with the repair that `time` allows: the one that the run began with, if it has."""
+    folder = RunFolder(Path(config.out))
+    if folder.exists and (begun := folder.config(RunConfig)).time == config.time:
+        return replace(config, repairing=begun.repairing)
+    config, why = chosen_in_time(config)
+    (progress or Progress(quiet=True)).log(why)
+    return config
+
+
+def _with_dense_layers(run: Run, dense: DenseModel, splits: Splits) -> Splits:
+    """The splits with the number of leading dense layers, measured if the config leaves it open."""
+    if run.config.experts.first_dense_layers is not None:
+        return splits
+
+    def make(folder: Path) -> dict[str, Any]:
+        tokens_BT = run.text.training.drawn(OUTLIER_TOKENS)
+        errors_L = pruning_errors(dense, tokens_BT, splits[0].active_fraction)
+        median, leading = float(errors_L.median()), leading_outliers(errors_L)
+        times = ", ".join(f"{error / median:.1f}" for error in errors_L[: leading + 1].tolist())
+        run.progress.log(
+            f"first_dense_layers {leading}: pruned to the active share, the first layers lose "
+            f"{times} times as much as the median layer"
+        )
+        return {"first_dense_layers": leading, "errors": errors_L.tolist()}
+
+    record = run.stage(
+        "dense_layers",
+        lambda folder: read_json(folder / _DENSE_LAYERS),
+        make,
+        save=lambda record, folder: write_json(folder / _DENSE_LAYERS, record),
+    )
+    leading = record["first_dense_layers"]
+    return tuple(replace(split, first_dense_layers=leading) for split in splits)
+
+
+def _calibrate(run: Run, dense: DenseModel, splits: Splits) -> States:
+    """Initial affinities and routers; for a method other than DOT-MoE from its own split."""
+    config = run.config
+
+    def make(folder: Path) -> States:
+        if config.method != "dot_moe":
+            made = _split_by_baseline(run, dense, splits)
+            return tuple(baselines.state_of(each.layout, dense.device) for each in made)
+        how, seed = config.calibrate, config.seed
+        with run.progress.bar(f"calibrate ({how.start})") as update:
+            start = partial(calibrate, config=how, seed=seed, on_progress=update)
+            return tuple(start(dense, run.text.training, split) for split in splits)
+
+    load = partial(load_states, device=dense.device)
+    return run.stage("calibrate", load, make, save=save_states)
+
+
+def _align(run: Run, dense: DenseModel, splits: Splits, start: States) -> States:
+    """Learned affinities and routers; those of the start if there are no steps."""
+    config = run.config
+
+    def make(folder: Path) -> States:
+        if not config.align.steps:
+            return start
+        dtype, blocks = next(dense.model.parameters()).dtype, run.text.training
+        align_how = fitting_the_device(
+            run, dense, splits, config.align, (dtype, dense.weights == "shards")
+        )
+        how = align_how, config.assignment
+        task = Alignment(dense, blocks, start, splits, *how, seed=config.seed)
+        with run.training_bar("align") as on_step:
+            return align(task, folder, config.training, on_step)
+
+    load = partial(load_states, device=dense.device)
+    return run.stage("align", load, make, save=save_states)
+
+
+def _extract(run: Run, dense: DenseModel, splits: Splits, states: States | None) -> Baselines:
+    """The layouts: rounded from aligned states, or made directly by a method without training."""
+
+    def make(folder: Path) -> Baselines:
+        if states is None:
+            return _split_by_baseline(run, dense, splits)
+        pairs, how = zip(states, splits, strict=True), run.config.assignment
+        extracted = (Baseline(layout=extract(state, split, how)) for state, split in pairs)
+        return broadcast_from_rank_zero(lambda: tuple(extracted))
+
+    load, save = baselines.load_baselines, baselines.save_baselines
+    return run.stage("extract", load, make, save=save)
+
+
+def _split_by_baseline(run: Run, dense: DenseModel, splits: Splits) -> Baselines:
+    """Experts and routers of a method other than DOT-MoE."""
+    config = run.config
+    inputs = partial(
+        baselines.SplitInputs,
+        dense=dense,
+        tokens_BT=run.text.training.drawn(config.calibrate.tokens(dense.widths.model)),
+        config=config.baseline,
+        calibrate=config.calibrate,
+        seed=config.seed,
+    )
+    with run.progress.bar(config.method) as update:
+        split_by = partial(baselines.baseline, config.method, on_progress=update)
+        return tuple(split_by(inputs(granularity=split)) for split in splits)
+
+
+def _measure_unexported(run: Run, dense: DenseModel, extracted: Baselines) -> dict[str, Any]:
+    """Perplexity before the repair, and with the method's own router if no export can hold it."""
+    results, first = {}, extracted[0]
+    if run.config.repair:
+        frozen = masked_by(dense, *(each.layout for each in extracted))
+        results["frozen"] = run.perplexity_within(frozen, "before repair", dense)
+    if first.own and run.config.baseline.split_router == "own":
+        shares = list[Tensor]()
+        routed = baselines.routed_by_own(run.config.method, dense, first, shares)
+        own = run.perplexity_within(routed, "its own router", dense)
+        active = baselines.active_share(shares, len(first.layout.moe_layers))
+        results["moe_own_router"] = own | {"active": active}
+    return results

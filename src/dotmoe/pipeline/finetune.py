@@ -1,0 +1,129 @@
+"""`finetune`: the model of a finished run is trained, exported and measured.
+
+tokenise -> finetune -> export -> evaluate -> report
+"""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from dotmoe.common.distributed import (
+    num_ranks,
+    process_group,
+    raise_on_all_ranks,
+    resolved_device,
+)
+from dotmoe.common.errors import UserError, require_package
+from dotmoe.common.files import read_json
+from dotmoe.common.options import checked
+from dotmoe.common.progress import Progress
+from dotmoe.export.write import require_exportable
+from dotmoe.method.finetuning import computed_in
+from dotmoe.method.finetuning import finetune as train
+from dotmoe.method.granularity import targets_of
+from dotmoe.method.layout import (
+    Layouts,
+    load_layouts,
+    splits_in,
+)
+from dotmoe.models.family import DenseModel
+from dotmoe.models.load import left_on_disk
+from dotmoe.pipeline.stages import Conversion, Run, fitting_the_device
+from dotmoe.run.config import FinetuneRunConfig, RunConfig
+from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import RESULTS
+
+
+def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
+    """Train the model of a finished run, then export and measure the result.
+
+    Everything else is as for `convert`; rank zero continues alone after the training.
+
+    Raises:
+        UserError: As for `convert`; or RUN is not finished, or is itself the result of `finetune`.
+    """
+    with ExitStack() as work:
+        with process_group(resolved_device(config.load.device)):
+            given = raise_on_all_ranks(lambda: checked(config))
+            config = _for_each_rank(given)
+            source, converted = raise_on_all_ranks(lambda: _source(config))
+            run = Run(config, progress, converted)
+            if config != given:
+                how, ranks = config.finetune, num_ranks()
+                run.progress.log(f"batch_size {ranks} and {how.steps} steps, one row for each rank")
+            if run.start(work, source):
+                return run.conversion()
+            dense = raise_on_all_ranks(source.origin)
+            splits = splits_in(source.layouts)
+            raise_on_all_ranks(lambda: require_exportable(dense, splits, config.export))
+            run.tokenise(dense, 0, beside=source.text)
+            layouts, blocks = _train(run, dense, source), run.text.training
+            steps = config.finetune.schedule(blocks.num_blocks).steps
+            tokens = steps * config.finetune.batch_size * blocks.seq_len
+            metrics = {"steps": steps, "tokens": tokens}
+        if not run.is_rank_zero:
+            return run.conversion()
+        if source.has_own_weights and not config.eval_text and source.folder.has("evaluate"):
+            measured = read_json(source.folder.verified("evaluate") / RESULTS)
+            metrics["frozen"] = measured["frozen"]  # on the same text, before the repair
+        before = "repaired" if source.has_own_weights else "converted"
+        earlier = {before: source.folder.stage("export")} if source.folder.has("export") else {}
+        dense = left_on_disk(dense, config.load)
+        run.export(dense, run.trained("finetune", dense), layouts)
+        run.evaluate(dense, layouts, lambda: metrics, earlier)
+        return run.conversion()
+
+
+def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
+    """The run to finetune, and its config with the text sources of the finetuning."""
+    if config.finetune.train == "lora":
+        require_package("peft", "lora", "train lora")
+    source = FinishedRun(Path(config.run))
+    if not isinstance(source.config, RunConfig):
+        raise UserError(
+            f"{config.run} is finetuned already. Name the dotmoe convert run it was made from."
+        )
+    if targets_of(splits_in(source.layouts)) != "ffn":
+        raise UserError(
+            f"{config.run} has experts made of heads, which cannot be trained further yet. Convert "
+            "with --repair, or with --targets ffn."
+        )
+    data = replace(source.config.data, seq_len=config.data.seq_len)
+    return source, replace(source.config, data=config.data if config.data.data else data)
+
+
+def _for_each_rank(config: FinetuneRunConfig) -> FinetuneRunConfig:
+    """The config, with batches of a row for each rank and as many rows in all if it has smaller."""
+    how, ranks = config.finetune, num_ranks()
+    if how.batch_size >= ranks:
+        return config
+    steps = -(-how.steps * how.batch_size // ranks)
+    return replace(config, finetune=replace(how, batch_size=ranks, steps=steps))
+
+
+def _train(run: Run, dense: DenseModel, source: FinishedRun) -> Layouts:
+    """Run the finetune stage on a finished run; returns its layout with the trained routers."""
+    config, start, origin = run.config, dense, None
+    (layout,) = source.layouts  # of FFNs: experts made of heads are refused
+    if source.has_own_weights:
+        start, origin = raise_on_all_ranks(source.described), dense
+
+    def make(folder: Path) -> Layouts:
+        placed = computed_in(start, config.finetune, config.load)
+        how = fitting_the_device(run, start, (layout.granularity,), config.finetune, placed)
+        with run.training_bar(f"finetune ({config.finetune.train})") as on_step:
+            trained = train(
+                start,
+                layout,
+                run.text.training,
+                how,
+                folder=folder,
+                seed=config.seed,
+                load=config.load,
+                origin=origin,
+                training=config.training,
+                on_step=on_step,
+            )
+        return (trained,)
+
+    return run.stage("finetune", load_layouts, make)

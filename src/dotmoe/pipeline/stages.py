@@ -1,0 +1,283 @@
+"""What the commands share: a run in progress, its stages, and a training that fits its device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from dotmoe.common.distributed import (
+    broadcast_from_rank_zero,
+    is_rank_zero,
+    memory_of,
+    num_ranks,
+    raise_on_all_ranks,
+    require_equal_shares,
+    resolved_device,
+)
+from dotmoe.common.files import read_json, write_json
+from dotmoe.common.options import values_of
+from dotmoe.common.progress import Progress
+from dotmoe.common.tables import in_bytes
+from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
+from dotmoe.export.write import export
+from dotmoe.measure.evaluate import perplexity
+from dotmoe.measure.inspection.planner import fitting
+from dotmoe.measure.inspection.sizes import Sizes, Step
+from dotmoe.measure.report.page import html_report
+from dotmoe.method.config import AlignConfig, FinetuneConfig, ObjectiveConfig
+from dotmoe.method.granularity import Splits, to_record
+from dotmoe.method.layout import (
+    Layouts,
+    splits_in,
+)
+from dotmoe.method.repair import METRICS, repair
+from dotmoe.models.checkpoint import fingerprint
+from dotmoe.models.family import DenseModel
+from dotmoe.models.load import describe_dense, left_on_disk, trained_model
+from dotmoe.run.config import PruneRunConfig, RunConfig
+from dotmoe.run.finished import FinishedRun
+from dotmoe.run.folder import RESULTS, RunFolder, provenance
+from dotmoe.text.blocks import TokenBlocks
+from dotmoe.text.tokenise import OTHER, Text, require_sources, tokenise, write_windows
+from dotmoe.training.folder import OnStep
+
+Training = TypeVar("Training", AlignConfig, FinetuneConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """Result of `convert` or `finetune`: where the files are, and what was measured."""
+
+    folder: Path
+    """The run folder."""
+    export: Path
+    """The checkpoint, loadable by stock Transformers."""
+    report: Path
+    """HTML page on what the conversion lost and gained; `report.md` is the same without plot."""
+    results: dict[str, Any]
+    """Contents of `6_evaluate/results.json`; empty on ranks other than rank zero."""
+
+
+class Run:
+    """A run in progress, with the stages that several commands share."""
+
+    text: Text
+    """Training and held-out text, set by `tokenise`."""
+    texts: dict[tuple[str, ...], TokenBlocks]
+    """Texts to measure perplexity on, by name: the held-out text, and `other_text` if given."""
+
+    def __init__(
+        self, config: Any, progress: Progress | None, converted: RunConfig | None = None
+    ) -> None:
+        self.config = config
+        self.converted: RunConfig = converted or config
+        """Config of the conversion, which names the text sources."""
+        self.training: ObjectiveConfig = config.finetune if converted else config.align
+        self.is_rank_zero = is_rank_zero()
+        self.progress = progress if progress and self.is_rank_zero else Progress(quiet=True)
+        self.folder = RunFolder(Path(config.out), self.progress.log)
+        self.stage = self.folder.run_stage
+
+    def start(self, work: ExitStack, source: FinishedRun | None = None) -> bool:
+        """Lock the run folder while `work` is open; returns whether the run is already finished.
+
+        `source` is the run to finetune, None if the run begins with a dense model.
+        """
+        config, folder = self.config, self.folder
+        last = "prune" if isinstance(config, PruneRunConfig) else "export"
+
+        def start() -> bool:
+            work.enter_context(folder.at_work(config))
+            is_done = folder.has(last, "evaluate")
+            if not is_done and not folder.has("data"):
+                texts = (*config.eval_text, *self.converted.other_text)
+                require_sources(self.converted.data, texts)
+            if source:
+                begun, inputs = source.folder.manifest, source.fingerprints
+                model, revision = begun["model"], begun.get("revision")
+            else:
+                dense = describe_dense(folder.model if folder.exists else config.model)
+                model, revision = config.model, dense.revision
+                inputs = {"model": fingerprint(dense.folder)}
+            if is_done:
+                folder.require_inputs(inputs)
+            else:
+                folder.begin(config, model, revision, inputs)
+            return is_done
+
+        if self.training.steps:
+            raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
+        return broadcast_from_rank_zero(start)
+
+    def tokenise(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> None:
+        """Run the tokenise stage; rank zero alone writes the training and the held-out text."""
+        config, data = self.config, self.converted.data
+
+        def write(folder: Path) -> None:
+            if other := self.converted.other_text:
+                path, tokens = folder / OTHER, config.eval_tokens
+                write_windows(other, data, dense, path, tokens, self.progress)
+            tokenise(
+                data,
+                dense,
+                folder,
+                blocks=max(1, self.training.steps * self.training.batch_size),
+                min_tokens=min_tokens,
+                eval_text=config.eval_text,
+                eval_tokens=config.eval_tokens,
+                progress=self.progress,
+                beside=beside,
+            )
+
+        def make(folder: Path) -> Text:
+            broadcast_from_rank_zero(lambda: write(folder))
+            return raise_on_all_ranks(lambda: Text.load(folder))
+
+        self.text = text = self.stage("data", Text.load, make)
+        self.texts = {text.heldout_name: text.heldout}
+        if other := self.converted.other_text:
+            self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
+
+    @contextmanager
+    def training_bar(self, title: str) -> Iterator[OnStep]:
+        """Within this context, a bar shows training steps, tokens per second and active losses."""
+        losses = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
+        blocks = self.text.training
+        steps = self.training.schedule(blocks.num_blocks).steps
+        with self.progress.bar(title, self.training.batch_size * blocks.seq_len) as update:
+            yield lambda step, metrics: update(
+                step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in losses)
+            )
+
+    def repair(self, dense: DenseModel, layouts: Layouts) -> dict[str, Any]:
+        """Run the stage that repairs the dense weights under the layouts' masks; its metrics."""
+
+        def make(folder: Path) -> dict[str, Any]:
+            blocks, how = self.text.training, self.config.repairing
+            with self.progress.bar("repair") as update:
+                return repair(dense, layouts, blocks, how, folder=folder, on_progress=update)
+
+        return self.stage("repair", lambda folder: read_json(folder / METRICS), make)
+
+    def trained(self, stage: str, dense: DenseModel) -> DenseModel:
+        """The dense model with the weights that a stage wrote, left on disk."""
+        return left_on_disk(trained_model(dense, self.folder.stage(stage)), self.config.load)
+
+    def export(self, dense: DenseModel, weights: DenseModel, layouts: Layouts) -> None:
+        """Write and verify the export of `weights`: `dense`, or its repaired or finetuned form."""
+
+        def make(folder: Path) -> None:
+            tokens_BT, how = self.text.heldout.tokens_BT, self.config.export
+            with self.progress.bar("export") as update:
+                export(weights, layouts, folder, how, tokens_BT, origin=dense, on_progress=update)
+
+        self.stage("export", require_checksums, make)
+
+    def evaluate(
+        self,
+        dense: DenseModel,
+        layouts: Layouts,
+        measure: Callable[[], dict[str, Any]],
+        earlier: dict[str, Path] | None = None,
+    ) -> None:
+        """Measure perplexity of the dense model, the export, and `earlier` exports by name.
+
+        The results also have what `measure` returns and what the export's record contains.
+        """
+        exported = self.folder.stage("export")
+
+        def measured() -> dict[str, Any]:
+            record = ExportRecord.load(exported)
+            results = self.perplexities(dense, {**(earlier or {}), "moe": exported})
+            note = f"Text: {perplexity.text_names(results['dense'])}."
+            table = replace(perplexity.perplexity_table(results), note=note)
+            write_model_card(exported, record, table)
+            return {
+                **results,
+                **measure(),
+                "granularity": to_record(splits_in(layouts)),
+                "parameters": record.parameters,
+                "verification": record.verification_in_short(),
+            }
+
+        self.write_results(measured)
+
+    def write_results(self, measure: Callable[[], dict[str, Any]]) -> None:
+        """Run the evaluate stage: write what `measure` returns, with config and provenance."""
+
+        def make(folder: Path) -> None:
+            origin = {"origin": "measured", "config": values_of(self.config)}
+            origin["provenance"] = provenance(self.config.seed)
+            write_json(folder / RESULTS, measure() | origin)
+
+        self.stage("evaluate", lambda folder: None, make)
+
+    def results(self) -> dict[str, Any]:
+        """The results that the evaluate stage wrote."""
+        return read_json(self.folder.verified("evaluate") / RESULTS)
+
+    def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
+        """Perplexity of the dense model and of exports, by name."""
+        with self.progress.bar("evaluate", tokens=1) as update:
+            return perplexity.perplexities(dense, exports, self.texts, update)
+
+    def perplexity_within(
+        self, change: AbstractContextManager[None], name: str, dense: DenseModel
+    ) -> dict[str, Any]:
+        """Perplexity of a dense model in memory while the context `change` alters it."""
+        with self.progress.bar(f"evaluate {name}", tokens=1) as update, change:
+            return perplexity.heldout_perplexity(dense.model, dense.tokenizer, self.texts, update)
+
+    def conversion(self) -> Conversion:
+        """The result of the run; the report is made anew each time, from result files alone."""
+        path, exported = self.folder.path, self.folder.stage("export")
+        page, results = self.folder.stage("report") / "report.html", {}
+        if self.is_rank_zero:
+            results = self.results()
+            require_checksums(exported, read_weights=False)
+            page = html_report(path)
+        return Conversion(folder=path, export=exported, report=page, results=results)
+
+
+def fitting_the_device(
+    run: Run, dense: DenseModel, splits: Splits, how: Training, placed: tuple[torch.dtype, bool]
+) -> Training:
+    """The options of a training, the same on all ranks, with what makes its step fit the device.
+
+    `placed` is the dtype that it computes in, and whether ranks shard the weights.
+    """
+    device, (dtype, sharded) = resolved_device(run.config.load.device), placed
+    train, offload = getattr(how, "train", "assignment"), getattr(how, "offload", False)
+
+    def fitted() -> dict[str, Any]:
+        sizes = Sizes(dense.model, splits, stored=dtype, written=dtype)
+        step = Step(
+            sizes=sizes,
+            batch_size=how.batch_size,
+            seq_len=run.text.training.seq_len,
+            micro_batch_size=min(how.micro_batch_size, how.batch_size // num_ranks()),
+            held=4 if dtype.itemsize == 4 else 2,
+            train=train,  # type: ignore[arg-type]
+            distils=how.kl_weight > 0,  # as an alignment always does
+            on_cpu=device.type == "cpu",
+            checkpointing=how.activation_checkpointing,
+            ranks=num_ranks(),
+            sharded=sharded or offload,
+            offload=offload,
+        )
+        chosen = fitting(step, memory_of(device))
+        size = chosen.micro_batch_size
+        if chosen != step:
+            host = f", offload to {in_bytes(chosen.on_host)} of the host's memory for each rank"
+            run.progress.log(
+                "a step would not fit into memory, by estimate: activation_checkpointing is on, "
+                f"micro_batch_size {size}" + host * chosen.offload
+            )
+        changes = {"micro_batch_size": min(how.micro_batch_size, size)}
+        changes |= {"activation_checkpointing": chosen.checkpointing}
+        return changes | ({"offload": True} if chosen.offload else {})
+
+    return replace(how, **broadcast_from_rank_zero(fitted))
