@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.pipeline.convert import convert
 from dotmoe.pipeline.compare import points_of, table
+from dotmoe.pipeline.convert import convert
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.config import BaselineConfig
 from dotmoe.rivals.pruning import PRUNING

@@ -25,10 +25,9 @@ from dotmoe.run.settled import splits_for
 from runs import TINY_CONVERT, TINY_FINETUNE, words
 
 ROOT = Path(__file__).resolve().parents[2]
-HISTORY = ("docs/dev/log.md", "docs/dev/history.md")
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted({*ROOT.glob("docs/**/*.md")} - {*map(ROOT.joinpath, HISTORY)}),
+    *sorted(ROOT.glob("docs/**/*.md")),
     *sorted((ROOT / "experiments").rglob("README.md")),
 ]
 WIDTHS = {  # public: model width, FFN width, layers

@@ -78,10 +78,8 @@ def test_the_papers_recipe_and_the_projects_default_are_told_apart():
     paper = dotmoe.recipe("paper")
     assert paper.align.steps * paper.align.batch_size * paper.data.seq_len == updater.PAPER_TOKENS
     for page in [*DOCUMENTS, *ROOT.glob("experiments/**/README.md")]:
-        text, is_history = page.read_text(), page.name in ("log.md", "history.md")
-        assert is_history or not re.findall(r"^\|.*\bDOT-MoE(?! \(paper\))", text, re.MULTILINE), (
-            page
-        )
+        text = page.read_text()
+        assert not re.findall(r"^\|.*\bDOT-MoE(?! \(paper\))", text, re.MULTILINE), page
         served = re.findall(r"^vllm serve .*", text, re.MULTILINE)
         assert all("--dtype" in line for line in served), page
 

@@ -56,7 +56,7 @@ _SORTED_AT_ONCE = 1024
 """Tokens that experts run on at once: a CPU gets memory for the rows of more anew each time."""
 _KEPT = 0.8
 """Share of what training changed that the export keeps: with all of it, SmolLM2 loses more on every
-text (docs/dev/log.md). Later layers are trained behind the whole change."""
+text (docs/dev/decisions.md). Later layers are trained behind the whole change."""
 BATCH, _MANY_TOKENS, _RATE, _WARMUP = 512, 50_000, 0.02, 0.1
 """Training: tokens per step (half of it on a text of fewer tokens than `_MANY_TOKENS`), peak
 learning rate as a share of a matrix's root mean square, and share of the steps that warm up."""
