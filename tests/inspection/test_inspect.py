@@ -159,6 +159,8 @@ def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
             assert "leading layers" in plan["chosen"][-1]
             found["first_dense_layers"] = measured["first_dense_layers"]
         assert found == measured
+        asked = read_json(run.folder / "0_data" / "data.json")["training"]["asked"]
+        assert plan["run"]["text_tokens"] + of_run["eval_tokens"] == asked
         stages = [row["stage"] for row in plan["conversions"][0]["stages"]]
         splits = [s for s in stages if s.startswith("split by")]  # which extraction makes
         assert [STAGE_OF.get(s, s) for s in stages if s not in splits] == [

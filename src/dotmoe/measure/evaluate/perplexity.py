@@ -32,6 +32,7 @@ from dotmoe.models.load import load_weights
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.text.blocks import TokenBlocks, pack, separator_of
 from dotmoe.text.config import DataConfig
+from dotmoe.text.files import whole
 from dotmoe.text.sources import documents
 
 FEW_WINDOWS = 16
@@ -159,7 +160,7 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
         joined = f"Documents joined ({separator_of(tokenizer)})"
         packed = pack(documents(data, tokenizer), tokenizer, config.max_tokens)
         return Text(*packed, config.text, joined)
-    texts = list(documents(data))
+    texts = list(whole(documents(data)))
     lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
     ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())
