@@ -1,9 +1,10 @@
 """Sources of text: the names that a user gives, their weights, and streams of their documents."""
 
 import os
+import platform
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from itertools import chain
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dotmoe.common.errors import UserError, nearest, one_line
+from dotmoe.common.files import sha256_of
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import COMPRESSIONS, FORMATS, documents_in, reader_of
 from dotmoe.text.folders import FolderData, data_of_folder, files_below, is_saved
@@ -19,6 +21,8 @@ from dotmoe.text.rows import RowReader
 STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
 _SPLIT = "train"
 """Split of a data set that names none."""
+_LARGE_BYTES = 1 << 32
+"""Size of a file that takes some seconds to read."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 DOLMINO, DOLMINO_DATASET = "dolmino", "allenai/dolmino-mix-1124"
@@ -118,6 +122,39 @@ def local_files(source: str) -> list[Path]:
     if data is None:
         return []
     return data.files or files_below(path)
+
+
+def fingerprint_of(sources: Iterable[str]) -> str | None:
+    """SHA-256 that identifies what local sources hold; None if the files of one are gone.
+
+    A file of over `_LARGE_BYTES` counts by its size and time of change, `python-stdlib` by the
+    version of Python, and a data set of the hub by its name alone.
+    """
+    lines = list[str]()
+    for source in sources:
+        name, _, _ = _split_name(source)
+        path = Path(os.path.expanduser(name))
+        lines.append(source)
+        if name in (STDLIB, STDLIB_HELDOUT):
+            lines.append(platform.python_version())
+            continue
+        try:
+            files = local_files(source)
+            if not files:
+                _require_hub_name(name, path)
+        except UserError:
+            return None
+        for file in files:
+            inside = file.relative_to(path).as_posix()
+            lines.append(f"{inside} {_content_of(file)}")
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _content_of(file: Path) -> str:
+    stat = file.stat()
+    if stat.st_size > _LARGE_BYTES:
+        return f"{stat.st_size} {stat.st_mtime_ns}"
+    return sha256_of(file)
 
 
 def _local_data(path: Path, split: str, field: str) -> FolderData | None:
