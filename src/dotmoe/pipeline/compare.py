@@ -16,7 +16,7 @@ from dotmoe.common.distributed import require_one_process, resolved_device
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import write_json, write_text
 from dotmoe.common.progress import Progress
-from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown
+from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown, without_html
 from dotmoe.measure.evaluate.perplexity import difference, error_over, nats_with_error
 from dotmoe.method.config import AlignConfig, CalibrateConfig, ExpertsConfig
 from dotmoe.method.granularity import from_record
@@ -79,7 +79,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
     path = Path(config.out) / config.command
-    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
+    protocol = without_html(f"{', '.join(summary['text'])}: {summary['protocol']}\n")
     write_json(path.with_suffix(".json"), summary)
     write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
     return summary
