@@ -114,6 +114,17 @@ def test_text_that_is_too_short_is_said_on_the_screen_and_in_the_record(
     assert made.text.notes[0].startswith(f"held-out text: {used:,} of 1,000,000 tokens asked")
 
 
+def test_a_part_of_a_mix_that_ran_out_is_said(text, heldout_file, tokenised, tmp_path):
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"text": "seven.."}\n' * 8)
+    data, weights = (text, str(short)), (1.0, 1.0)
+    made = tokenised(*data, eval_text=(str(heldout_file),), data_weights=weights, blocks=8)
+    assert made.record["training"]["tokens"] == 8 * 32
+    assert (
+        made.text.notes[0] == f"training text: {short} ran out, at 25.0% of the tokens, not 50.0%"
+    )
+
+
 def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, heldout_file, tokenised):
     """Also where the training text is another."""
     source = tokenised(text).text

@@ -250,6 +250,16 @@ def test_a_long_text_comes_in_the_pieces_of_the_whole(tmp_path):
     assert list(whole(["a", *parts, "b"])) == ["a", text, "b"]
 
 
+def test_objects_over_several_lines_are_rows_of_a_json_file(tmp_path):
+    rows = [{"text": "a"}, {"text": "b", "more": {"x": [1]}}]
+    spread = "\n".join(json.dumps(row, indent=2) for row in rows)
+    assert read(write(tmp_path / "a.json", spread)) == ["a", "b"]
+    whole_set = json.dumps({"data": rows}, indent=2)
+    said = refusal_of(write(tmp_path / "b.json", whole_set))
+    assert "b.json row 1 has no field any of text" in said
+    assert "it has data." in said
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.json"])
 def test_memory_does_not_grow_with_a_file(tmp_path, name):
     """The bound is a quarter of the file, and there is no row of more than 10 kB in it."""

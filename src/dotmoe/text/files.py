@@ -118,14 +118,25 @@ def _text(path: Path, file: io.BufferedReader, _rows: RowReader) -> Iterator[str
 
 
 def _json(path: Path, file: io.BufferedReader, rows: RowReader) -> Iterator[str]:
-    """Documents of JSON arrays, or of one row per line."""
-    head = _require_utf8(path, file)
-    if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    """Documents of JSON arrays, of objects over several lines, or of one row per line."""
+    head = _require_utf8(path, file).removeprefix(codecs.BOM_UTF8).lstrip()
+    is_spread = suffix_of(path) == ".json" and _is_spread(head)
+    if head.startswith(b"[") or is_spread:
         stream = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         found = _rows_of_arrays(path, iter(lambda: stream.read(_READ_CHARACTERS), ""))
     else:
         found = _rows_of_lines(path, file)
     return (rows.document(row, place) for place, row in found)
+
+
+def _is_spread(head: bytes) -> bool:
+    """Whether the first value of a file goes on after its first line."""
+    line, end, _ = head.partition(b"\n")
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return bool(end)
+    return False
 
 
 def _rows_of_lines(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]:

@@ -61,12 +61,17 @@ def notes_on(record: Record) -> tuple[str, ...]:
 
 
 def _shortfalls(packed: Record, what: str) -> list[str]:
-    """Sentences on one text: fewer tokens than asked, rows that hold no text."""
+    """Sentences on one text: too few tokens, too few of a part of a mix, rows without text."""
     notes = list[str]()
     tokens, asked = packed["tokens"], packed.get("asked", 0)  # not in older records
     if tokens < asked:
         notes.append(f"{what}: {tokens:,} of {asked:,} tokens asked, because the data end there")
     for source in packed["sources"]:
+        if source["weight"] and source["ran_out"]:
+            given, wanted = f"{source['share']:.1%}", f"{source['weight']:.1%}"
+            notes.append(
+                f"{what}: {source['name']} ran out, at {given} of the tokens, not {wanted}"
+            )
         if empty := source.get("without_text"):
             read = f"{empty:,} without text were left out, {source['documents']:,} documents used"
             notes.append(f"{what}: of the rows of {source['name']}, {read}")
