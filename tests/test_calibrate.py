@@ -1,5 +1,7 @@
 """The start from data. Oracles: planted clusters, NumPy's least squares, the dense model."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ from dotmoe.method.calibrate import (
 from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.text.blocks import TokenBlocks
-from runs import passed
+from runs import GRANITE_FACTORS, passed
 
 
 def planted(seed, groups):
@@ -38,7 +40,7 @@ def test_planted_experts_are_found_with_the_router_that_runs_them(seed):
     x_TD, topic_T, truth_N, generator = planted(seed, 4)
     energy_TN = (topic_T[:, None] == truth_N) + 0.1 * torch.rand(400, 32, generator=generator)
     split = Granularity(num_experts=4, expert_size=8, active_experts=1)
-    expert_N, router_ED = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=seed)
+    expert_N, router_ED = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), generator)
     for expert in range(4):
         assert len(set(truth_N[expert_N == expert].tolist())) == 1
     expert_of_topic = torch.stack([expert_N[truth_N == topic][0] for topic in range(4)])
@@ -52,7 +54,7 @@ def test_the_neurons_of_largest_energy_start_in_the_shared_expert(rounds, monkey
     x_TD, energy_TN = (torch.rand(90, width, generator=generator) for width in (6, 32))
     energy_TN += 5 * is_strong
     split = Granularity(num_experts=6, expert_size=4, active_experts=2, shared_size=8)
-    expert_N, _ = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=0)
+    expert_N, _ = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), generator)
     assert torch.equal(expert_N == 6, is_strong)
 
 
@@ -62,7 +64,7 @@ def test_the_shared_expert_takes_what_no_router_can_predict():
     by_chance = truth_N == 4
     energy_TN[:, by_chance] = 2 * torch.rand(400, 8, generator=generator)  # 1 in the mean
     split = Granularity(num_experts=4, expert_size=8, active_experts=1, shared_size=8)
-    expert_N, _ = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=0)
+    expert_N, _ = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), generator)
     assert torch.equal(expert_N == 4, by_chance)
     assert torch.bincount(expert_N).tolist() == [8] * 5
 
@@ -104,6 +106,17 @@ def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense, tokens_BT
     assert float(state.affinity_LNE[1].std()) == pytest.approx(0.03)
     for affinity in state.affinity_LNE:
         assert torch.bincount(harden(affinity)).tolist() == [24] * 4
+
+
+@pytest.mark.parametrize("start", ["data", "random"])
+def test_no_layer_of_a_seed_draws_what_a_layer_of_another_draws(start, dense, tokens_BT):
+    for layer in dense.model.model.layers:  # so that affinities are drawn in a start from data too
+        layer.mlp.down_proj.weight.data.zero_()
+    split = Granularity(num_experts=4, expert_size=24, active_experts=1)
+    config = CalibrateConfig(start=start, calibration_tokens=40)
+    states = [calibrate(dense, TokenBlocks(tokens_BT), split, config, seed=n) for n in range(3)]
+    drawn = [affinity_NE for state in states for affinity_NE in state.affinity_LNE]
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(drawn, 2))
 
 
 class Sizes(TorchDispatchMode):
@@ -152,7 +165,7 @@ def test_contributions_are_the_sizes_of_the_neurons_terms(dense, tokens_BT):
 def test_a_layers_error_is_what_pruning_it_takes_from_the_stock_models_stream(
     family, dense_of, tokens_BT
 ):
-    dense = dense_of(family)
+    dense = dense_of(family, **GRANITE_FACTORS if family == "granite" else {})
     layer = dense.family.layers(dense.model)[0]  # later ones read what was pruned
 
     def streams():

@@ -1,7 +1,8 @@
-"""An option reaches what it controls. Oracles: definitions of AdamW and LoRA."""
+"""An option reaches what it controls. Oracles: definitions of AdamW, LoRA and eq:router_ste."""
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dotmoe.method import calibrate as start
 from dotmoe.method.align import Alignment
@@ -82,6 +83,52 @@ def test_an_adapter_adds_its_product_times_32_over_its_rank(rank, new_student, t
         x = torch.randn(3, first.shape[1])
         added = query(x) - query.base_layer(x)
         torch.testing.assert_close(added, 32 / rank * x @ first.T @ second.T, rtol=1e-4, atol=1e-4)
+
+
+def test_a_seed_draws_the_first_factors_of_adapters(new_student, tiny_dense):
+    """Uniform within 1 / sqrt(inputs), as PEFT draws them."""
+    folder, config = tiny_dense("llama"), FinetuneConfig(train="lora")
+    drawn = []
+    for seed in (0, 0, 1):
+        trained = new_student(folder, config, seed=seed).trained()
+        drawn.append({name: p.detach() for name, p in trained.items() if "lora_A" in name})
+    one, again, other = drawn
+    for name, factor in one.items():
+        assert torch.equal(factor, again[name])
+        assert not torch.equal(factor, other[name])
+        bound = factor[0].numel() ** -0.5
+        assert 0.8 * bound < factor.abs().max() <= bound
+
+
+@pytest.mark.parametrize("unchosen", ["mean", "zero"])
+def test_experts_that_did_not_run_get_the_gradient_that_is_asked_for(
+    unchosen, new_student, tiny_dense, layout, blocks
+):
+    """The mask's gradient is <g, y_e> of chosen experts, then goes through their softmax."""
+    plain = {"z_loss_weight": 0.0, "balance_weight": 0.0, "surrogate": "softmax"}
+    config = FinetuneConfig(**SMALL | plain, unchosen=unchosen)
+    folder = tiny_dense("llama")
+    student, seen = new_student(folder, config), {}
+    ffn = student.ffns[1]
+    ffn.router.register_forward_hook(lambda _, __, logits: seen.update(logits=logits))
+    ffn.register_forward_hook(lambda _, args, out: seen.update(x=args[0], out=out))
+    ffn.router.register_forward_hook(lambda _, __, logits: logits.retain_grad())
+    ffn.register_forward_hook(lambda _, __, out: out.retain_grad())
+    Finetuning(student, None, blocks, config, seed=0).accumulate_gradients(0)
+
+    names = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    gate, up, down = (load_file(folder / "model.safetensors")[name] for name in names)
+    x, grad = seen["x"].detach().flatten(0, 1), seen["out"].grad.flatten(0, 1)
+    hidden = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+    of_expert = [hidden[:, n] @ down[:, n].T for n in layout.neurons_of_expert(1)]
+    gains = torch.stack([(y * grad).sum(1) for y in of_expert], dim=1)
+    logits = seen["logits"].detach()
+    is_chosen = logits >= logits.topk(layout.active_experts, dim=1).values[:, -1:]
+    mean = gains.where(is_chosen, 0.0).sum(1, keepdim=True) / layout.active_experts
+    of_mask = gains.where(is_chosen, mean if unchosen == "mean" else 0.0)
+    soft = logits.softmax(1)
+    expected = soft * (of_mask - (soft * of_mask).sum(1, keepdim=True))
+    torch.testing.assert_close(seen["logits"].grad, expected, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.usefixtures("all_rounds")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dotmoe.common.distributed import in_float32, num_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
+from dotmoe.common.seeds import generator_for
 from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
@@ -54,22 +55,22 @@ def calibrate(
     """
     widths = dense.widths
 
-    def at_random(seed: int, *layers: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
+    def at_random(generator: torch.Generator, *layers: int) -> tuple[Tensor, Tensor]:
         affinity = torch.randn(*layers, split.units, split.columns, generator=generator)
         router = torch.randn(*layers, split.num_experts, widths.model, generator=generator)
         return (affinity * _AFFINITY_STD).to(dense.device), (router * _ROUTER_STD).to(dense.device)
 
     def from_data(index: int, x_TD: Tensor, share_TN: Tensor) -> tuple[Tensor, Tensor]:
+        generator = generator_for(seed, split.target, index)
         if not bool(share_TN.any()):  # a block without output, such as a zeroed one
-            return at_random(seed + index)
+            return at_random(generator)
         share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
-        expert_N, router_ED = router_aware_start(x_TD, share_TN, split, config, seed=seed + index)
+        expert_N, router_ED = router_aware_start(x_TD, share_TN, split, config, generator)
         affinity_NE = F.one_hot(expert_N, split.columns).float()
         return affinity_NE * (_AFFINITY_STD / affinity_NE.std()), router_ED
 
     if config.start == "random":
-        affinity_LNE, router_LED = at_random(seed, widths.layers)
+        affinity_LNE, router_LED = at_random(generator_for(seed, split.target), widths.layers)
     else:
         starts, tokens_BT = [], blocks.drawn(config.tokens(widths.model))
         for index, (x_TD, energy) in enumerate(block_inputs(dense, tokens_BT, split.target)):
@@ -194,8 +195,7 @@ def router_aware_start(
     share_TN: Float[Tensor, "T N"],
     split: Granularity,
     config: CalibrateConfig,
-    *,
-    seed: int,
+    generator: torch.Generator,
 ) -> tuple[Int[Tensor, " N"], Float[Tensor, "E D"]]:
     """Experts and router of a layer, from its inputs and each unit's share P of a token's energy.
 
@@ -208,7 +208,7 @@ def router_aware_start(
     """
     order_N = share_TN.mean(dim=0).argsort(descending=True, stable=True)
     routed_M = order_N[split.shared_size :].sort().values
-    first_M = torch.randperm(len(routed_M), generator=torch.Generator().manual_seed(seed))
+    first_M = torch.randperm(len(routed_M), generator=generator)
     expert_N = torch.full_like(order_N, split.num_experts)
     expert_N[routed_M] = (first_M // split.expert_size).to(expert_N.device)
 

@@ -22,6 +22,7 @@ from dotmoe.common.distributed import (
     raise_on_all_ranks,
     resolved_device,
 )
+from dotmoe.common.seeds import generator_for
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.layout import ExpertLayout, save_layouts
 from dotmoe.method.objective import Objective
@@ -163,7 +164,7 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
 
 def _start_adapters(model: nn.Module, seed: int) -> None:
     """Set first factors to uniform random numbers, as PEFT does, and second factors to zero."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_for(seed, "adapters")
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             local_part(parameter).zero_()

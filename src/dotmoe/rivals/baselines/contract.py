@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.common.errors import require_package
+from dotmoe.common.seeds import generator_for
 from dotmoe.method.calibrate import block_inputs, harden
 from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
@@ -83,7 +84,7 @@ class SplitInputs:
                 energy=energy,
                 ffn=self.dense.family.ffn(modules[index]),
                 x_TD=x_TD.float(),
-                generator=torch.Generator().manual_seed(self.seed + index),
+                generator=generator_for(self.seed, self.granularity.target, index),
             )
 
 
