@@ -248,15 +248,51 @@ def test_routers_in_the_models_dtype_route_as_plain_bfloat16_does(tiny_dense, bl
     with masked(dense, task.maskings):
         task.accumulate_gradients(0)
         task.begin(0)
-    assert part.router_LED.dtype == part.router_LED.grad.dtype == torch.bfloat16
+    router_ED = part.router_LED[1].detach().bfloat16()
+    assert torch.equal(router_ED.float(), part.router_LED[1])
     x_TD = torch.randn(5000, 64, dtype=torch.bfloat16)
     mask_TE, *_ = part.masking.of_layer(1, x_TD)
-    values, _ = (x_TD @ part.router_LED[1].T).sort(dim=1, descending=True)
+    values, _ = (x_TD @ router_ED.T).sort(dim=1, descending=True)
     is_tied = values[:, K - 1] == values[:, K]
     assert 0.001 < is_tied.float().mean() < 0.2  # float32 has none
-    lowest = torch.where(mask_TE > 0, (x_TD @ part.router_LED[1].T).float(), torch.inf).amin(1)
+    lowest = torch.where(mask_TE > 0, (x_TD @ router_ED.T).float(), torch.inf).amin(1)
     assert torch.equal(lowest, values[:, K - 1].float())
     assert task.learned()[0].router_LED.dtype == torch.float32
+
+
+def test_adams_moments_of_bfloat16_routers_are_float32(tiny_dense, blocks, tmp_path):
+    """Oracle: AdamW written out in float64, its weights rounded to bfloat16 at every step.
+
+    With moments in bfloat16 the mean of squares only grows: 0.999 of it rounds back to it.
+    """
+    dense = loaded(tiny_dense("llama"), dtype="bfloat16")
+    config = replace(CONFIG, router_dtype="model", max_grad_norm=1e9, weight_decay=0.1)
+    task = alignment(dense, blocks, config)
+    (part,), seen = task.parts, []
+    end = task.end
+
+    def remember():
+        end()
+        seen.append(part.router_LED.grad.double())
+
+    task.end = remember
+    weight = part.router_LED.detach().bfloat16().double()
+    (final,) = align(task, tmp_path)
+    mean = square = torch.zeros(())
+    warmup = task.schedule.warmup_steps
+    for step, grad in enumerate(seen, 1):
+        is_rising, whole = step <= warmup, config.steps - warmup
+        rate = step / warmup if is_rising else (1 + np.cos(np.pi * (step - 1 - warmup) / whole)) / 2
+        mean, square = 0.9 * mean + 0.1 * grad, 0.999 * square + 0.001 * grad**2
+        move = mean / (1 - 0.9**step) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
+        weight = weight - config.lr * rate * (0.1 * weight + move)
+        weight = weight.bfloat16().double()
+    found = final.router_LED.double()
+    assert torch.equal(found, found.bfloat16().double())
+    assert len(seen) == config.steps
+    off = (found - weight).abs() / weight.abs()
+    assert off.max() < 2**-7  # a number on the edge between two may go to either
+    assert (off > 0).double().mean() < 0.01
 
 
 def test_float16_is_refused(tiny_dense, blocks, tmp_path):

@@ -36,19 +36,30 @@ def stepped(request, dense_of, new_student, tiny_dense, blocks):
             task = Finetuning(student, None, blocks, config, seed=0)
             context = masked(student.dense, [])
         optimizer = adamw(task)
-        parameters = parameters_of(optimizer)
+        trained = parameters_of(optimizer)
+        parameters = trained | (
+            {"router": task.parts[0].router_LED}
+            if request.param == "align"
+            else dict(student.model.named_parameters())
+        )
         with context:
             task.accumulate_gradients(0)
         before = {name: (p.detach().clone(), p.grad) for name, p in parameters.items()}
-        update(optimizer, task.schedule.max_grad_norm, global_norm(optimizer), 1.0)
+        norm = global_norm(optimizer)
+        squares = [float(grad.square().sum()) for _, grad in before.values() if grad is not None]
+        assert float(norm) == pytest.approx(sum(squares) ** 0.5, rel=1e-4)
+        update(optimizer, task.schedule.max_grad_norm, norm, 1.0)
         return {name: (*before[name], p.detach()) for name, p in parameters.items()}
 
     return take
 
 
-def test_routers_without_a_rate_stay_bit_for_bit(stepped):
-    for name, (before, _, after) in stepped(lr_router=0.0, weight_decay=0.1).items():
+def test_routers_without_a_rate_stay_bit_for_bit_and_count_in_no_norm(stepped):
+    found = stepped(lr_router=0.0, weight_decay=0.1)
+    assert any("router" in name for name in found)
+    for name, (before, grad, after) in found.items():
         assert torch.equal(before, after) == ("router" in name), name
+        assert (grad is None) == ("router" in name), name
 
 
 def test_routers_have_a_rate_of_their_own(stepped):

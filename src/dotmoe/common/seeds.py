@@ -14,6 +14,8 @@ def generator_for(seed: int, purpose: str, layer: int = 0) -> torch.Generator:
     reads its last 32 bits, which tell seeds below 2^20 apart.
     """
     if not 0 <= layer < MOST_LAYERS:
-        raise ValueError(f"layer is {layer}, but generators are told apart for 0 to {MOST_LAYERS - 1}")
+        raise ValueError(
+            f"layer is {layer}, but generators are told apart for 0 to {MOST_LAYERS - 1}"
+        )
     number = (seed * len(PURPOSES) + PURPOSES.index(purpose)) * MOST_LAYERS + layer
     return torch.Generator().manual_seed(number % 2**32)

@@ -88,7 +88,7 @@ class Student(nn.Module):
         for trained in {"everything": (model,), "experts": self.ffns}.get(config.train, ()):
             trained.float()
         for ffn in self.ffns:
-            ffn.router.requires_grad_(True)
+            ffn.router.requires_grad_(config.lr_router != 0)
         if is_divided:
             self._divide(ranks, dtype, offload=config.offload)
         home = torch.device("cpu") if config.offload else device
@@ -195,13 +195,16 @@ class Finetuning(Objective):
         self.model, self.own_teacher = student, teacher
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """The routers, and the other trained weights if there are any."""
+        """The routers, unless their rate is 0, and the other trained weights."""
         trained = self.model.trained().items()
         routers = [(name, p) for name, p in trained if ".router." in name]
         weights = [(name, p) for name, p in trained if ".router." not in name]
         rate, of_routers = self.config.lr or self._rate(), self.config.lr_router
-        groups = [{"params": routers, "lr": rate if of_routers is None else of_routers}]
-        return groups + ([{"params": weights, "lr": rate}] if weights else [])
+        groups = [
+            {"params": routers, "lr": rate if of_routers is None else of_routers},
+            {"params": weights, "lr": rate},
+        ]
+        return [group for group in groups if group["params"]]
 
     def _rate(self) -> float:
         """Peak learning rate if none is given; the size of weights differs tenfold by model."""
