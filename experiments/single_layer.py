@@ -114,7 +114,9 @@ def main() -> None:
             error, power = (float(each.square().mean()) for each in (output - target, target))
             yield {"layer": index, "mse": error, "relative_mse": error / power}
 
-    start = calibrate(dense, text.training, split, config.calibrate, seed=settings.seed)
+    start = calibrate(
+        dense, text.training, split, config.calibrate, config.assignment, seed=settings.seed
+    )
     before = extract(start, split, config.assignment)
     methods = {"dot_moe_untrained": list(errors(lambda: masked_by(dense, before)))}
     if settings.steps:

@@ -189,7 +189,7 @@ def test_what_takes_time_has_the_name_of_its_part(dense, blocks, monkeypatch):
 
     for called in (
         *("objective.hidden_states", "objective.distillation_loss"),
-        *("align.assignment_plan", "align.greedy_assignment"),
+        *("align.assignment_plan", "align.rounded"),
     ):
         path = f"dotmoe.method.{called}"
         monkeypatch.setattr(path, partial(watched, called, resolve_name(path)))
@@ -200,7 +200,7 @@ def test_what_takes_time_has_the_name_of_its_part(dense, blocks, monkeypatch):
         ("objective.hidden_states", "student forward"),
         ("objective.distillation_loss", "head and losses"),
         ("align.assignment_plan", "assignment solve"),
-        ("align.greedy_assignment", "rounding"),
+        ("align.rounded", "rounding"),
     }
     assert {*names} - {part for _, part in seen} == {"backward", "assignment gradient"}
 

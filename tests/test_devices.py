@@ -55,7 +55,9 @@ def dense(dense_of):
 def aligned(device, dense, blocks, *, start, solver, split=SPLIT):
     dense = dense(device, num_hidden_layers=1)
     config, assignment = AlignConfig(**STEP), AssignmentConfig(solver=solver)
-    state = calibrate(dense, blocks, split, CalibrateConfig(start=start), seed=0)
+    state = calibrate(
+        dense, blocks, split, CalibrateConfig(start=start), AssignmentConfig(), seed=0
+    )
     task = Alignment(dense, blocks, (state,), (split,), config, assignment, seed=0)
     with masked(dense, task.maskings):
         metrics, learned = stepped(task)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dotmoe.method import assignment
 from dotmoe.method import calibrate as start
 from dotmoe.method.align import Alignment
 from dotmoe.method.calibrate import calibrate
@@ -25,7 +26,9 @@ def stepped(request, dense_of, new_student, tiny_dense, blocks):
     def take(**options):
         if request.param == "align":
             dense = dense_of("llama")
-            state = calibrate(dense, blocks, SPLIT, CalibrateConfig(start="random"), seed=0)
+            state = calibrate(
+                dense, blocks, SPLIT, CalibrateConfig(start="random"), AssignmentConfig(), seed=0
+            )
             state.router_LED.mul_(20)
             config = AlignConfig(**SMALL | options)
             task = Alignment(dense, blocks, (state,), (SPLIT,), config, AssignmentConfig(), seed=0)
@@ -148,7 +151,7 @@ def test_the_start_reads_40_tokens_an_input_as_shares_and_rounds_at_a_hundredth(
 ):
     dense, seen, taus = dense_of("llama"), [], []
     blocks = random_blocks(200)
-    begin, plan = start.router_aware_start, start.balanced_plan
+    begin, plan = start.router_aware_start, assignment.balanced_plan
 
     def remember(x_TD, share_TN, *rest, **named):
         seen.append(share_TN)
@@ -158,9 +161,9 @@ def test_the_start_reads_40_tokens_an_input_as_shares_and_rounds_at_a_hundredth(
         taus.append(named["tau"] / float(affinity.std()))
         return plan(affinity, **named)
 
-    monkeypatch.setattr(start, "router_aware_start", remember)
-    monkeypatch.setattr(start, "balanced_plan", solve)
-    calibrate(dense, blocks, SPLIT, CalibrateConfig(), seed=0)
+    monkeypatch.setitem(start.STARTS, "data", remember)
+    monkeypatch.setattr(assignment, "balanced_plan", solve)
+    calibrate(dense, blocks, SPLIT, CalibrateConfig(), AssignmentConfig(), seed=0)
     assert taus == pytest.approx([0.01] * 20)
     for share_TN in seen:
         assert 40 * 64 <= len(share_TN) < 40 * 64 + 24

@@ -20,13 +20,14 @@ from dotmoe.common.distributed import (
     raise_on_all_ranks,
     summed_rows,
 )
+from dotmoe.method.assignment import assignment_plan, rounded
 from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity, Splits
-from dotmoe.method.layout import AlignState, States, assignment_plan
+from dotmoe.method.layout import AlignState, States
 from dotmoe.method.masked import Masking, masked
 from dotmoe.method.objective import Objective
 from dotmoe.method.router import Routing
-from dotmoe.method.transport import TransportPlan, greedy_assignment
+from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
@@ -103,7 +104,7 @@ class LearnedAssignment:
 
     def rounded(self, plan: TransportPlan) -> Int[Tensor, "L N"]:
         """Hard assignment of all layers, the same on every rank."""
-        return full_tensor(self._divided(greedy_assignment(plan.plan, capacity=self.capacity)))
+        return full_tensor(self._divided(rounded(self.assignment, plan.plan, self.capacity)))
 
     def begin(self, tau: float) -> dict[str, Tensor]:
         """Solve and round the plan of a step, set the masks from it, and return metrics.
