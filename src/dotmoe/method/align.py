@@ -1,6 +1,7 @@
 """STAGE align: learn affinities and routers under frozen dense weights."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity, Splits
 from dotmoe.method.layout import AlignState, States
 from dotmoe.method.masked import Masking, masked
-from dotmoe.method.objective import Objective
+from dotmoe.method.objective import Objective, taught_by_own_weights
 from dotmoe.method.router import Routing
 from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel
@@ -242,7 +243,8 @@ class Alignment(Objective):
         """One per target; names of a second target start with `attention_`."""
         self.tau = assignment.tau
         self.maskings = [part.masking for part in self.parts]
-        super().__init__(dense, blocks, config, seed=seed)
+        teacher = partial(taught_by_own_weights, dense)
+        super().__init__(dense, blocks, config, teacher=teacher, seed=seed)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Routers, and affinities where the assignment is learned."""

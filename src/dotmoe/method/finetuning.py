@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from dotmoe.common.distributed import (
 from dotmoe.common.seeds import generator_for
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.layout import ExpertLayout, save_layouts
-from dotmoe.method.objective import Objective
+from dotmoe.method.objective import Objective, taught_by, taught_by_own_weights
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import make_sparse
 from dotmoe.models.checkpoint import Tensors
@@ -34,12 +35,11 @@ from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_
 from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import MODEL, dtype_for, fill_own_rows, is_sharded, load_dense
 from dotmoe.models.save import write_weights
-from dotmoe.models.scoring import hidden_states
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import ParameterGroup, require_trainable, train
-from dotmoe.training.losses import Taught, head_of
+from dotmoe.training.losses import Taught
 
 
 class Student(nn.Module):
@@ -109,6 +109,16 @@ class Student(nn.Module):
     def forward(self, compute: Callable[[], Any]) -> Any:
         """Run `compute()` as one forward pass of FSDP."""
         return compute()
+
+    def taught(self, tokens_BT: Tensor) -> Taught:
+        """What the student teaches itself: with all experts on, no routers and no adapters."""
+        if self.tuner is None:
+            return taught_by_own_weights(self.dense, tokens_BT)
+        self.tuner.disable_adapter_layers()
+        try:
+            return taught_by_own_weights(self.dense, tokens_BT)
+        finally:
+            self.tuner.enable_adapter_layers()
 
     def _divide(self, ranks: DeviceMesh, dtype: torch.dtype, *, offload: bool) -> None:
         """Shard all weights with FSDP2; a layer is whole, and on the GPU, only while it runs."""
@@ -191,8 +201,9 @@ class Finetuning(Objective):
         *,
         seed: int,
     ) -> None:
-        super().__init__(student.dense, blocks, config, seed=seed)
-        self.model, self.own_teacher = student, teacher
+        taught = student.taught if teacher is None else partial(taught_by, teacher)
+        super().__init__(student.dense, blocks, config, teacher=taught, seed=seed)
+        self.model = student
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """The routers, unless their rate is 0, and the other trained weights."""
@@ -215,28 +226,9 @@ class Finetuning(Objective):
         size = sum(matrix.numel() for matrix in matrices)
         return 0.002 * float(full_tensor(get_total_norm(matrices))) / math.sqrt(size)
 
-    def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """Output of a second copy of the dense model, if there is one."""
-        if self.own_teacher is None:
-            return None
-        with torch.no_grad():
-            hidden_BTD = hidden_states(self.own_teacher.model, tokens_BT)
-            return hidden_BTD.flatten(0, 1), head_of(self.own_teacher)
-
-    def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
+    def losses(self, tokens_BT: Tensor) -> dict[str, Tensor]:
         """See `Objective`; one student call, so that FSDP gathers embedding and head only once."""
-
-        def forward() -> dict[str, Tensor]:
-            by_teacher, tuner = taught, self.model.tuner
-            if by_teacher is None:
-                if tuner is not None:
-                    tuner.disable_adapter_layers()
-                by_teacher = super(Finetuning, self).teacher(tokens_BT)
-                if tuner is not None:
-                    tuner.enable_adapter_layers()
-            return super(Finetuning, self).losses(tokens_BT, by_teacher)
-
-        losses: dict[str, Tensor] = self.model(forward)
+        losses: dict[str, Tensor] = self.model(partial(super().losses, tokens_BT))
         return losses
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
