@@ -217,6 +217,7 @@ def test_the_split_stays_while_its_router_learns(dense, blocks, tmp_path):
 def test_steps_are_limited_by_the_passes_over_the_data():
     config = AlignConfig(steps=3500, batch_size=64, max_epochs=4.0)
     assert [config.schedule(blocks).steps for blocks in (1_000_000, 160, 1)] == [3500, 10, 1]
+    assert config.schedule(160).warmup_steps == 2  # a share of what is taken
     assert replace(config, steps=0).schedule(160).steps == 0
     assert replace(config, max_epochs=None).schedule(1).steps == 3500
 
@@ -226,6 +227,15 @@ def test_the_temperature_falls_linearly_and_then_stays():
     taus = [config.tau(step, 700) for step in range(1000)]
     assert taus == pytest.approx(np.interp(range(1000), [0, 700], [1.0, 0.1]), rel=1e-12)
     assert config.tau(0, 0) == 0.1
+
+
+def test_the_solver_starts_from_the_step_before_in_units_of_affinity(dense, blocks):
+    """Where nothing has moved, one pass sees that, or by a machine's arithmetic a second one."""
+    (part,) = alignment(dense, blocks).parts
+    first = part.plan(0.2)
+    assert first.num_passes > 4
+    assert part.plan(0.2).num_passes <= 2
+    torch.testing.assert_close(part.potential_LE, 0.2 * first.potential, atol=1e-6, rtol=1e-6)
 
 
 def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, blocks):
