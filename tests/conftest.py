@@ -40,4 +40,4 @@ def pytest_configure(config):
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("shared_fixtures")
         if os.environ.get("OTHER_CPU"):
-            config.pluginmanager.import_plugin("other_cpu")
+            config.pluginmanager.import_plugin("another_cpu")

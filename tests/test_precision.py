@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from another_cpu import OtherCpu
 from dotmoe.common.distributed import in_fast_products, product_in_float32
 from dotmoe.method.calibrate import block_inputs
 from dotmoe.method.repair import NormalEquations
 from dotmoe.method.router import router_logits
 from dotmoe.method.transport import balanced_plan
-from other_cpu import OtherCpu
 
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::mv"}
 
