@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -32,18 +33,18 @@ from torch.utils._pytree import tree_leaves
 from dotmoe.common.distributed import fsdp_mesh, local_part, mesh
 from dotmoe.measure.inspection.planner import ACCELERATORS, fitting
 from dotmoe.measure.inspection.sizes import Sizes, Step, gathered, repair_memory, step_memory
-from dotmoe.method import repair
 from dotmoe.method.align import Alignment, LearnedAssignment
 from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig, RepairConfig
 from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
-from dotmoe.method.repair import RIDGES, _on_the_way, _solution, _Streams
+from dotmoe.method.repair import by_layer, streams, training
+from dotmoe.method.repair.refit import RIDGES
 from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.hooks import recomputing
-from dotmoe.models.load import read_weights
+from dotmoe.models.load import read_weights, whole_weights
 from dotmoe.models.on_disk import on_disk
 from dotmoe.training.loop import adamw, update
 from random_models import QWEN25_7B, Shape, llama_config
@@ -220,9 +221,9 @@ def without_values() -> Iterator[None]:
             (FakeTensor, "__float__", lambda tensor: 0.5),
             # No factorisation fails, and there is an error to repair.
             (FakeTensor, "__bool__", lambda tensor: tensor.is_floating_point()),
-            (repair, "_MANY_TOKENS", 0),
-            (repair, "_drawn", lambda blocks, _: torch.zeros(2, 3, blocks.seq_len).long()),
-            (repair, "_own_neurons", lambda layout, layer: layout),
+            (training, "_MANY_TOKENS", 0),
+            (streams, "_drawn", lambda blocks, _: torch.zeros(2, 3, blocks.seq_len).long()),
+            (training, "_own_neurons", lambda layout, layer: layout),
             (Student, "_read", lambda *args: None),
             (nn.Module, "_apply", _replaced),
             (Tensor, "pin_memory", lambda tensor: tensor),
@@ -315,11 +316,19 @@ def _repair(step: Step) -> None:
     """Repair every layer on a few tokens: those of a whole text are on the host."""
     blocks: Any = Tokens(step.seq_len)
     dense = on_disk(_described(step), GPU, torch.bfloat16) if step.sharded else _dense(step, None)
-    streams = _Streams(dense, (_layout(step.sizes),), blocks, RepairConfig())
-    for _, _, problem in streams.problems():
-        weights = _on_the_way(dense, _solution(streams, problem(), 1, RIDGES[4])[0], 0.8)
-        stored = {name: weight.cpu() for name, weight in weights.items()}
-        streams.use(_on_the_way(dense, stored, 1.25))
+    both = streams.Streams(dense, (_layout(step.sizes),), blocks, RepairConfig())
+    stored: Any = None
+    solutions = by_layer._Solutions(dense, stored, RepairConfig(repair_epochs=1), Path())
+    solutions.metrics.append({"ridge": RIDGES[4]})
+    for index in both.layers:
+        with whole_weights(dense, index), streams.replaced_weights(dense.model) as replace_weights:
+            both.advance_dense(index)
+            with masked(dense, both.maskings.values(), only=[index]):
+                found, _ = solutions.solution(both.advance_to(index, "ffn"))
+                written = by_layer._on_the_way(dense, found, 0.8)
+                stored = {name: weight.cpu() for name, weight in written.items()}
+                replace_weights(by_layer._on_the_way(dense, stored, 1.25))
+                both.advance_masked(index)
 
 
 def _alignment(step: Step, ranks: Any) -> Alignment:

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from another_cpu import OtherCpu
 from dotmoe.common.distributed import in_fast_products, product_in_float32
 from dotmoe.method.calibrate import block_inputs
-from dotmoe.method.repair import NormalEquations
+from dotmoe.method.repair.refit import NormalEquations, NormalEquationsByExpert
 from dotmoe.method.router import router_logits
 from dotmoe.method.transport import balanced_plan
 
@@ -69,9 +69,8 @@ def solver():
 
 def gram():
     hidden, missing = torch.randn(2, 30, 8)
-    NormalEquations(torch.zeros(8, dtype=torch.long), 8, by_expert=True).add(
-        hidden, missing, torch.ones(30)
-    )
+    for kind in (NormalEquations, NormalEquationsByExpert):
+        kind(torch.zeros(8, dtype=torch.long), 8).add(hidden, missing, torch.ones(30))
 
 
 def head():

@@ -20,7 +20,8 @@ from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ALWAYS_ON, DROPPED, ExpertLayout
 from dotmoe.method.masked import masked_by
-from dotmoe.method.repair import RIDGES, NormalEquations, refit, repair, repair_tokens
+from dotmoe.method.repair import repair, repair_tokens
+from dotmoe.method.repair.refit import RIDGES, NormalEquations, NormalEquationsByExpert, refit
 from dotmoe.models import on_disk
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import TARGETS
@@ -119,7 +120,7 @@ def test_a_refit_that_held_out_rows_do_not_gain_from_is_zero():
     hidden_TN, missing_TD = torch.randn(50, 6), torch.randn(50, 4)
     sides = {}
     for sign in (1, -1):
-        sides[sign] = NormalEquations(torch.zeros(6, dtype=torch.long), 4, by_expert=True)
+        sides[sign] = NormalEquationsByExpert(torch.zeros(6, dtype=torch.long), 4)
         sides[sign].add(hidden_TN, sign * missing_TD, torch.ones(50))
     output = torch.nn.Linear(6, 4)
     plain = output.weight.detach().double()
@@ -141,7 +142,7 @@ def test_from_the_ridge_of_the_layer_before_fewer_solutions_find_the_same(steps_
 
     def found(near=None):
         of_one = torch.zeros(40, dtype=torch.long)
-        fitted, heldout = (NormalEquations(of_one, 4, by_expert=True) for _ in range(2))
+        fitted, heldout = (NormalEquationsByExpert(of_one, 4) for _ in range(2))
         fitted.add(hidden_TN[:50], missing_TD[:50], torch.ones(50))
         heldout.add(hidden_TN[50:], missing_TD[50:], torch.ones(30))
         return refit(output, fitted, heldout, near)
@@ -157,16 +158,16 @@ def test_from_the_ridge_of_the_layer_before_fewer_solutions_find_the_same(steps_
     assert len(tried) <= 4 + steps_away  # with the last, to all tokens
 
 
-@pytest.mark.parametrize("by_expert", [True, False])
-def test_sums_leave_out_the_experts_that_do_not_run(by_expert, monkeypatch):
-    """Oracle: the sums written out over all tokens; no expert of the third token runs."""
-    monkeypatch.setattr("dotmoe.method.repair._COLUMNS", 3)
+@pytest.mark.parametrize("kind", [NormalEquations, NormalEquationsByExpert])
+def test_sums_over_tokens_are_those_written_out(kind, monkeypatch):
+    """No expert of the third token runs; columns come in three groups."""
+    monkeypatch.setattr("dotmoe.method.repair.refit._COLUMNS", 3)
     torch.manual_seed(4)
     expert_of_N = torch.tensor([2, 0, 1, 0, 2, 2, 1, 0])
     runs_TE = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0], [0, 0, 1]])
     z = torch.randn(5, 8) * runs_TE[:, expert_of_N]
     r, w = torch.randn(5, 3), torch.rand(5)
-    sums = NormalEquations(expert_of_N, 3, by_expert=by_expert)
+    sums = kind(expert_of_N, 3)
     for rows in (slice(0, 2), slice(2, 5)):
         sums.add(z[rows], r[rows], w[rows])
     z, r = (each.double() * w.double()[:, None].sqrt() for each in (z, r))
@@ -182,7 +183,7 @@ def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
     dense_of, layout_of, text, tmp_path, monkeypatch
 ):
     """Then the refit is kept, which changes the output projection alone."""
-    monkeypatch.setattr("dotmoe.method.repair._RATE", 1e4)
+    monkeypatch.setattr("dotmoe.method.repair.training._RATE", 1e4)
     dense = dense_of("llama")
     before = {name: value.clone() for name, value in dense.model.state_dict().items()}
     config = RepairConfig(repair_tokens=960, repair_epochs=2)
@@ -201,7 +202,7 @@ def test_four_fifths_of_what_training_changes_are_kept(
     layout, before, changes = layout_of(dense, 6), dense.model.state_dict(), []
     for folder, kept in (("as it is", None), ("whole", 1.0)):
         if kept:
-            monkeypatch.setattr("dotmoe.method.repair._KEPT", kept)
+            monkeypatch.setattr("dotmoe.method.repair.by_layer._KEPT", kept)
         repair(dense, (layout,), text, config, folder=tmp_path / folder)
         after = made(dense, tmp_path / folder).model.state_dict()
         changes.append([after[name] - value for name, value in before.items() if "mlp" in name])
@@ -214,7 +215,7 @@ def test_a_layer_of_an_earlier_version_counts_as_a_whole_change(
     dense_of, layout_of, text, tmp_path, monkeypatch
 ):
     """Its record has no share `kept`: the next layer is trained behind what the file holds."""
-    monkeypatch.setattr("dotmoe.method.repair._KEPT", 1.0)
+    monkeypatch.setattr("dotmoe.method.repair.by_layer._KEPT", 1.0)
     dense, config = dense_of("llama"), RepairConfig(repair_tokens=960, repair_epochs=2)
     repair(dense, (layout_of(dense, 6),), text, config, folder=tmp_path)
     first, second = sorted((tmp_path / "layers.parts").iterdir())
@@ -324,7 +325,7 @@ def test_ranks_that_divide_text_and_neurons_repair_as_one_does(
 
     Products are exact: a CPU that rounds their factors does so for some numbers of rows alone.
     """
-    monkeypatch.setattr("dotmoe.method.repair.BATCH", 4096)
+    monkeypatch.setattr("dotmoe.method.repair.training.BATCH", 4096)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda how: None)  # exact products
     dense, config = dense_of(family), RepairConfig(repair_tokens=960, repair_epochs=epochs)
     layout = layout_of(dense, 6, active_experts=2, shared_size=18)  # 13 neurons an expert
@@ -448,9 +449,36 @@ def test_what_cannot_be_repaired_is_refused(dense_of, layout_of, text, tmp_path,
     dense, blocks = dense_of("llama"), TokenBlocks(text.tokens_BT[:1])
     with pytest.raises(UserError, match="a repair needs two"):
         repair(dense, (layout_of(dense),), blocks, RepairConfig(), folder=tmp_path)
-    monkeypatch.setattr("dotmoe.method.repair.num_ranks", lambda: 9)
+    monkeypatch.setattr("dotmoe.method.repair.by_layer.num_ranks", lambda: 9)
     with pytest.raises(UserError, match="experts have 8 neurons, but 9 ranks"):
         repair(dense, (layout_of(dense),), text, RepairConfig(), folder=tmp_path)
+
+
+@pytest.mark.parametrize("weights", ["memory", "disk"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_repair_that_is_stopped_leaves_the_model_as_it_was(
+    error, weights, dense_of, layout_of, text, tmp_path
+):
+    """Also while somebody holds the exception, as a notebook does. It comes in the second layer."""
+    dense, rows = dense_of("llama"), text.tokens_BT[:2].long()
+    if weights == "disk":
+        dense = left_on_disk(dense, LoadConfig(device="cpu"))
+    layouts = (layout_of(dense, 6, active_experts=2), layout_of(dense, **HEADS))
+    expected, before = logits_of(dense.model, rows), copy.deepcopy(dense.model.state_dict())
+    config = RepairConfig(repair_tokens=960, repair_epochs=1)
+
+    def stop(layer, *_):
+        if layer == 2:
+            raise error
+
+    with pytest.raises(type(error)) as held:
+        repair(dense, layouts, text, config, folder=tmp_path, on_progress=stop)
+    assert held.value is error
+    assert len(list((tmp_path / "layers.parts").iterdir())) == 3  # one of the second layer
+    after = dense.model.state_dict()
+    for name, value in before.items():
+        assert torch.equal(after[name], value)
+    assert torch.equal(logits_of(dense.model, rows), expected)
 
 
 @pytest.mark.parametrize("family", slow_but(("lfm2", "granitemoehybrid"), OWN))

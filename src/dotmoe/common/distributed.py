@@ -105,6 +105,14 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether so many bytes take at most half of a GPU's free memory; False for other devices."""
+    if device.type != "cuda":
+        return False
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2 * num_bytes <= torch.cuda.mem_get_info(device)[0] + unused
+
+
 def rank() -> int:
     """Number of this process among the ranks, 0 to `num_ranks() - 1`."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -525,7 +525,8 @@ class DenseModel:
 class Stream:
     """The hidden states between two decoder layers, [B, T, D], on the CPU.
 
-    Layers are called as the model's trunk calls them, even if the model no longer has them.
+    Whoever makes it may move `hidden_BTD` elsewhere, where they stay. Layers are called as the
+    model's trunk calls them, even if the model no longer has them.
     """
 
     def __init__(
@@ -544,14 +545,14 @@ class Stream:
 
     def after(self, index: int, part: slice) -> Tensor:
         """Hidden states of some rows after a layer, on its device; the stream does not advance."""
-        hidden_BTD = self.hidden_BTD[part].to(self._device)
+        hidden_BTD = self.hidden_BTD[part].to(self._device, non_blocking=True)
         output: Tensor = self._layers[index](hidden_BTD, **self._arguments[index])
         return output
 
     def advance(self, index: int) -> None:
         """Run the stream through a layer."""
         for part in self.parts:
-            self.hidden_BTD[part] = self.after(index, part).cpu()
+            self.hidden_BTD[part] = self.after(index, part)
 
     def clone(self) -> Self:
         """A copy of the stream at the same layer."""

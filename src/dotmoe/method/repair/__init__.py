@@ -1,0 +1,12 @@
+"""Repair by layers: train the FFNs under the masks, or refit W_down or W_O in closed form.
+
+`streams` poses the problem of each layer, `training` and `refit` solve it, `by_layer` calls them in
+turn and writes what they find.
+"""
+
+from dotmoe.method.repair.by_layer import METRICS, repair
+from dotmoe.method.repair.refit import SOLUTIONS
+from dotmoe.method.repair.streams import HELD_OUT, repair_tokens
+from dotmoe.method.repair.training import BATCH
+
+__all__ = ["BATCH", "HELD_OUT", "METRICS", "SOLUTIONS", "repair", "repair_tokens"]

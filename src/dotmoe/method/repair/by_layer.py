@@ -1,0 +1,165 @@
+"""The repair itself: layer by layer, pose a problem, solve it, and write the new weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dotmoe.common.distributed import (
+    broadcast_from_rank_zero,
+    in_float32,
+    num_ranks,
+    raise_on_all_ranks,
+)
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
+from dotmoe.common.progress import Update, no_update
+from dotmoe.method.config import RepairConfig
+from dotmoe.method.layout import ExpertLayout, Layouts, save_layouts
+from dotmoe.method.masked import masked
+from dotmoe.method.repair.problem import LayerProblem
+from dotmoe.method.repair.refit import equations, refit
+from dotmoe.method.repair.streams import Streams, replaced_weights
+from dotmoe.method.repair.training import train
+from dotmoe.models.checkpoint import CHANGED, Tensors
+from dotmoe.models.family import DenseModel
+from dotmoe.models.load import CHANGES, whole_weights
+from dotmoe.text.blocks import TokenBlocks
+
+METRICS = "repair.json"
+"""Metrics: the stage's, and each layer's beside its weights."""
+_KEPT = 0.8
+"""Share of what training changed that the export keeps: with all of it, SmolLM2 loses more on every
+text (docs/dev/decisions.md). Later layers are trained behind the whole change."""
+
+
+@torch.no_grad()
+@in_float32()
+def repair(
+    dense: DenseModel,
+    layouts: Layouts,
+    blocks: TokenBlocks,
+    config: RepairConfig,
+    *,
+    folder: Path,
+    on_progress: Update = no_update,
+) -> dict[str, Any]:
+    """Change FFNs or W_O of each split layer, so that the masked model follows the dense one.
+
+    Two residual streams go through the layers side by side: the dense model's, and that of the
+    masked model as repaired so far. In each split FFN or attention, weights change so that the
+    second comes as close as it can to the first, token by token relative to its size. In an FFN
+    Adam trains all projections, for `repair_epochs`, and four fifths of the change are kept.
+    Ridge regression refits the output projection of attention; and of FFNs without epochs, or where
+    rows held out do not gain from the training. Every 8th row of text is held out for that and to
+    choose the penalty. A stopped process resumes after the finished layers, with the same result.
+    Ranks divide the text and call this together. The weights of `dense` are in memory or on disk,
+    and unchanged afterwards, also after an exception.
+
+    `folder` receives the new projections in the dtypes of the source (`CHANGES`, to be read by
+    `trained_model`), `layout.safetensors` and `repair.json`.
+
+    Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
+    (and, with attention, each `target`) the `ridge`, None for no refit, the share `kept` of what
+    training changed, and the `heldout_error` of all of it, a share of the masked dense weights'.
+    Raises a `UserError` if there is too little text, or ranks are more than neurons of an expert.
+    """
+    dense.require("memory", "disk")
+    raise_on_all_ranks(lambda: _require_parts(layouts[0], config))
+    streams = Streams(dense, layouts, blocks, config)
+    solutions = _Solutions(dense, Tensors.of(dense), config, folder)
+    for index in streams.layers:
+        with whole_weights(dense, index), replaced_weights(dense.model) as replace:
+            streams.advance_dense(index)
+            with masked(dense, streams.maskings.values(), only=[index]):
+                for target in streams.targets:
+                    replace(solutions.of(streams.advance_to(index, target)))
+                    error = f"error {solutions.metrics[-1]['heldout_error']:.3f}"
+                    on_progress(index + 1, layouts[0].num_layers, error)
+                streams.advance_masked(index)
+    served = [layout.active_experts for layout in layouts]
+    record = {"tokens": streams.num_tokens, "active_experts": served, "layers": solutions.metrics}
+
+    def finish() -> None:
+        save_layouts(layouts, folder)
+        write_json(folder / METRICS, record)
+
+    broadcast_from_rank_zero(finish)
+    return record
+
+
+@dataclass
+class _Solutions:
+    """The solutions of the layers, in the folder of a repair."""
+
+    dense: DenseModel
+    stored: Tensors
+    config: RepairConfig
+    folder: Path
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """Of each layer (and target) up to now."""
+
+    def of(self, problem: LayerProblem) -> dict[str, Tensor]:
+        """The weights that later layers are repaired behind, by name in the model.
+
+        A problem that a stopped process has solved is not solved again.
+        """
+        layer = self.folder / CHANGES / f"{problem.layer:05d}_{problem.target.name}"
+        if not broadcast_from_rank_zero(layer.is_dir):
+            weights, metrics = self.solution(problem)
+            broadcast_from_rank_zero(partial(self._write, layer, problem, weights, metrics))
+        self.metrics.append(read_json(layer / METRICS))
+        changed: dict[str, Tensor] = load_file(layer / CHANGED)
+        if kept := self.metrics[-1].get("kept"):
+            return _on_the_way(self.dense, changed, 1 / kept)
+        return changed
+
+    def solution(self, problem: LayerProblem) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """New weights of one FFN or attention, by name in the model, and metrics."""
+        epochs = self.config.repair_epochs
+        if problem.target.name == "ffn" and epochs:
+            generator = torch.Generator().manual_seed(problem.layer)
+            weights, error = train(problem, epochs, generator)
+            if weights:
+                metrics = {"ridge": None, "kept": _KEPT, "heldout_error": error}
+                return _on_the_way(self.dense, weights, _KEPT), metrics
+        near = next((each["ridge"] for each in reversed(self.metrics) if each["ridge"]), None)
+        output_DN, ridge, error = refit(problem.output, *equations(problem), near)
+        metrics = {"ridge": ridge, "heldout_error": error}
+        if problem.target.name == "attention":
+            return {problem.output_name: output_DN}, {"target": "attention", **metrics}
+        return {problem.output_name: output_DN}, metrics
+
+    def _write(
+        self,
+        layer: Path,
+        problem: LayerProblem,
+        weights: dict[str, Tensor],
+        metrics: dict[str, Any],
+    ) -> None:
+        """Write what one layer got, in the dtype of the source, whole or not at all."""
+        _, dtype = self.stored.describe(problem.target.output_tensor(problem.layer))
+        tensors = {name: weight.to(dtype) for name, weight in weights.items()}
+        with complete_folder(layer) as partial_folder:
+            save_tensors(tensors, partial_folder / CHANGED)
+            write_json(partial_folder / METRICS, {"layer": problem.layer, **metrics})
+
+
+def _on_the_way(dense: DenseModel, to: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+    """A share of the way from the model's own weights to others of these names."""
+    own = {name: dense.model.get_parameter(name).detach().float() for name in to}
+    return {name: own[name].lerp(weight.to(own[name]), share) for name, weight in to.items()}
+
+
+def _require_parts(layout: ExpertLayout, config: RepairConfig) -> None:
+    """Refuse to train more parts of an expert than it has neurons."""
+    if config.repair_epochs and layout.target == "ffn" and layout.expert_size < num_ranks():
+        raise UserError(
+            f"experts have {layout.expert_size} neurons, but {num_ranks()} ranks divide each to "
+            f"train it. Start at most {layout.expert_size} ranks, or give --repair-epochs 0."
+        )
