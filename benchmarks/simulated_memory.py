@@ -318,7 +318,7 @@ def _repair(step: Step) -> None:
     dense = on_disk(_described(step), GPU, torch.bfloat16) if step.sharded else _dense(step, None)
     both = streams.Streams(dense, (_layout(step.sizes),), blocks, RepairConfig())
     stored: Any = None
-    solutions = by_layer._Solutions(dense, stored, RepairConfig(repair_epochs=1), Path())
+    solutions = by_layer._Solutions(dense, stored, RepairConfig(repair_epochs=1), 0, Path())
     solutions.metrics.append({"ridge": RIDGES[4]})
     for index in both.layers:
         with whole_weights(dense, index), streams.replaced_weights(dense.model) as replace_weights:

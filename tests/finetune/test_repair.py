@@ -82,7 +82,7 @@ def test_a_layer_is_the_ridge_regression_of_what_is_missing(
     else:
         layout = layout_of(dense, **HEADS)
     config = RepairConfig(repair_tokens=30 * 32, repair_epochs=0)
-    found = repair(dense, (layout,), text, config, folder=tmp_path)
+    found = repair(dense, (layout,), text, config, seed=0, folder=tmp_path)
     rows = text.tokens_BT[torch.arange(30) * 41 // 30].long()  # spread over the text
     _, wanted = around_projection(dense, target, rows)
     with masked_by(dense, layout):
@@ -187,7 +187,7 @@ def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
     dense = dense_of("llama")
     before = {name: value.clone() for name, value in dense.model.state_dict().items()}
     config = RepairConfig(repair_tokens=960, repair_epochs=2)
-    found = repair(dense, (layout_of(dense),), text, config, folder=tmp_path)
+    found = repair(dense, (layout_of(dense),), text, config, seed=0, folder=tmp_path)
     after = made(dense, tmp_path).model.state_dict()
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed == {f"model.layers.{index}.mlp.down_proj.weight" for index in range(2)}
@@ -203,7 +203,7 @@ def test_four_fifths_of_what_training_changes_are_kept(
     for folder, kept in (("as it is", None), ("whole", 1.0)):
         if kept:
             monkeypatch.setattr("dotmoe.method.repair.by_layer._KEPT", kept)
-        repair(dense, (layout,), text, config, folder=tmp_path / folder)
+        repair(dense, (layout,), text, config, seed=0, folder=tmp_path / folder)
         after = made(dense, tmp_path / folder).model.state_dict()
         changes.append([after[name] - value for name, value in before.items() if "mlp" in name])
     for kept, whole in zip(*changes, strict=True):
@@ -217,7 +217,7 @@ def test_a_layer_of_an_earlier_version_counts_as_a_whole_change(
     """Its record has no share `kept`: the next layer is trained behind what the file holds."""
     monkeypatch.setattr("dotmoe.method.repair.by_layer._KEPT", 1.0)
     dense, config = dense_of("llama"), RepairConfig(repair_tokens=960, repair_epochs=2)
-    repair(dense, (layout_of(dense, 6),), text, config, folder=tmp_path)
+    repair(dense, (layout_of(dense, 6),), text, config, seed=0, folder=tmp_path)
     first, second = sorted((tmp_path / "layers.parts").iterdir())
     expected = load_file(second / "weights.safetensors")
     record = json.loads((first / "repair.json").read_text())
@@ -225,7 +225,7 @@ def test_a_layer_of_an_earlier_version_counts_as_a_whole_change(
     (first / "repair.json").write_text(json.dumps(record))
     shutil.rmtree(second)
     monkeypatch.undo()
-    repair(dense, (layout_of(dense, 6),), text, config, folder=tmp_path)
+    repair(dense, (layout_of(dense, 6),), text, config, seed=0, folder=tmp_path)
     again, before = load_file(second / "weights.safetensors"), dense.model.state_dict()
     for name, whole in expected.items():
         torch.testing.assert_close(again[name], before[name].lerp(whole, 0.8))
@@ -252,7 +252,7 @@ def test_the_masked_model_comes_closer_to_the_dense_one(family, dense_of, layout
     kl = [divergence(dense, dense, layout, heldout)]
     for epochs in (0, 8) if is_trained else (0,):
         out, config = tmp_path / str(epochs), RepairConfig(repair_tokens=9600, repair_epochs=epochs)
-        layer = repair(dense, (layout,), training, config, folder=out)["layers"][-1]
+        layer = repair(dense, (layout,), training, config, seed=0, folder=out)["layers"][-1]
         assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
         repaired = made(dense, out, dtype=dtype)
         kl.append(divergence(dense, repaired, layout, heldout))
@@ -290,7 +290,7 @@ def test_weights_on_disk_are_repaired_as_those_in_memory_are(
     stored = left_on_disk(dense, LoadConfig(device="cpu"))
     config = RepairConfig(repair_tokens=960, repair_epochs=1)
     records = [
-        repair(each, (layout,), text, config, folder=tmp_path / each.weights)
+        repair(each, (layout,), text, config, seed=0, folder=tmp_path / each.weights)
         for each in (dense, stored)
     ]
     assert records[0] == records[1]
@@ -313,7 +313,7 @@ def rounding_of_refit(inputs, ridge):
 
 def repair_as_a_rank(*arguments):
     with process_group(torch.device("cpu")):
-        repair(*arguments[:-1], folder=arguments[-1])
+        repair(*arguments[:-1], seed=0, folder=arguments[-1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
@@ -334,7 +334,7 @@ def test_ranks_that_divide_text_and_neurons_repair_as_one_does(
     dropped_LN = layout.expert_of_neuron_LN == DROPPED
     layouts = (layout, layout_of(dense, **HEADS)) if family == "llama" else (layout,)
     work, folders = (dense, layouts, text, config), [tmp_path / n for n in "12"]
-    repair(*work, folder=folders[0])
+    repair(*work, seed=0, folder=folders[0])
     on_ranks(2, repair_as_a_rank, *work, folders[1])
     one, two = (json.loads((folder / "repair.json").read_text()) for folder in folders)
     assert one["tokens"] == two["tokens"] == 960
@@ -368,7 +368,7 @@ def test_a_gpu_repairs_as_the_cpu_does(dense_of, layout_of, text, tmp_path):
     errors = []
     for place in ("cpu", "cuda"):
         there = replace(dense, model=copy.deepcopy(dense.model).to(place))
-        found = repair(there, (layout_of(dense),), text, config, folder=tmp_path / place)
+        found = repair(there, (layout_of(dense),), text, config, seed=0, folder=tmp_path / place)
         errors.append([layer["heldout_error"] for layer in found["layers"]])
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
@@ -381,7 +381,7 @@ def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda how: None)  # exact products
     dense = dense_of("llama")
     layout = layout_of(dense, 6, active_experts=6)
-    repair(dense, (layout,), text, RepairConfig(), folder=tmp_path)
+    repair(dense, (layout,), text, RepairConfig(), seed=0, folder=tmp_path)
     repaired = made(dense, tmp_path).model.state_dict()
     for name, weight in dense.model.state_dict().items():
         torch.testing.assert_close(repaired[name], weight, rtol=0, atol=1e-4)
@@ -448,10 +448,10 @@ def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text
 def test_what_cannot_be_repaired_is_refused(dense_of, layout_of, text, tmp_path, monkeypatch):
     dense, blocks = dense_of("llama"), TokenBlocks(text.tokens_BT[:1])
     with pytest.raises(UserError, match="a repair needs two"):
-        repair(dense, (layout_of(dense),), blocks, RepairConfig(), folder=tmp_path)
+        repair(dense, (layout_of(dense),), blocks, RepairConfig(), seed=0, folder=tmp_path)
     monkeypatch.setattr("dotmoe.method.repair.by_layer.num_ranks", lambda: 9)
     with pytest.raises(UserError, match="experts have 8 neurons, but 9 ranks"):
-        repair(dense, (layout_of(dense),), text, RepairConfig(), folder=tmp_path)
+        repair(dense, (layout_of(dense),), text, RepairConfig(), seed=0, folder=tmp_path)
 
 
 @pytest.mark.parametrize("weights", ["memory", "disk"])
@@ -472,7 +472,7 @@ def test_a_repair_that_is_stopped_leaves_the_model_as_it_was(
             raise error
 
     with pytest.raises(type(error)) as held:
-        repair(dense, layouts, text, config, folder=tmp_path, on_progress=stop)
+        repair(dense, layouts, text, config, seed=0, folder=tmp_path, on_progress=stop)
     assert held.value is error
     assert len(list((tmp_path / "layers.parts").iterdir())) == 3  # one of the second layer
     after = dense.model.state_dict()
@@ -486,6 +486,6 @@ def test_a_family_with_names_of_its_own_is_repaired(family, dense_of, layout_of,
     dense, rows = dense_of(family, **OWN[family]), text.tokens_BT[-8:].long()
     layout = layout_of(dense, 6, active_experts=2, shared_size=24)
     config = RepairConfig(repair_tokens=30 * 32, repair_epochs=2)
-    repair(dense, (layout,), text, config, folder=tmp_path)
+    repair(dense, (layout,), text, config, seed=0, folder=tmp_path)
     repaired = made(dense, tmp_path)
     assert divergence(dense, repaired, layout, rows) < divergence(dense, dense, layout, rows)

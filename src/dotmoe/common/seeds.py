@@ -2,8 +2,9 @@
 
 import torch
 
-PURPOSES = ("ffn", "attention", "adapters", "repair")
-"""What random numbers are drawn for: the start of each target, and what training starts from."""
+PURPOSES = ("ffn", "attention", "adapters")
+"""What random numbers are drawn for: the start of each target, and with the same numbers the order
+of tokens in the repair of an FFN; and what low-rank adapters start from."""
 MOST_LAYERS = 1024
 
 

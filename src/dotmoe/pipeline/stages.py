@@ -162,9 +162,11 @@ class Run:
         """Run the stage that repairs the dense weights under the layouts' masks; its metrics."""
 
         def make(folder: Path) -> dict[str, Any]:
-            blocks, how = self.text.training, self.config.repairing
+            blocks, how, seed = self.text.training, self.config.repairing, self.config.seed
             with self.progress.bar("repair") as update:
-                return repair(dense, layouts, blocks, how, folder=folder, on_progress=update)
+                return repair(
+                    dense, layouts, blocks, how, seed=seed, folder=folder, on_progress=update
+                )
 
         return self.stage("repair", lambda folder: read_json(folder / METRICS), make)
 

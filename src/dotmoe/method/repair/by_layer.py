@@ -19,6 +19,7 @@ from dotmoe.common.distributed import (
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
 from dotmoe.common.progress import Update, no_update
+from dotmoe.common.seeds import generator_for
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.layout import ExpertLayout, Layouts, save_layouts
 from dotmoe.method.masked import masked
@@ -46,6 +47,7 @@ def repair(
     blocks: TokenBlocks,
     config: RepairConfig,
     *,
+    seed: int,
     folder: Path,
     on_progress: Update = no_update,
 ) -> dict[str, Any]:
@@ -57,9 +59,10 @@ def repair(
     Adam trains all projections, for `repair_epochs`, and four fifths of the change are kept.
     Ridge regression refits the output projection of attention; and of FFNs without epochs, or where
     rows held out do not gain from the training. Every 8th row of text is held out for that and to
-    choose the penalty. A stopped process resumes after the finished layers, with the same result.
-    Ranks divide the text and call this together. The weights of `dense` are in memory or on disk,
-    and unchanged afterwards, also after an exception.
+    choose the penalty. `seed` sets the order of the tokens in the training of each layer. A stopped
+    process resumes after the finished layers, with the same result. Ranks divide the text and call
+    this together. The weights of `dense` are in memory or on disk, and unchanged afterwards, also
+    after an exception.
 
     `folder` receives the new projections in the dtypes of the source (`CHANGES`, to be read by
     `trained_model`), `layout.safetensors` and `repair.json`.
@@ -72,7 +75,7 @@ def repair(
     dense.require("memory", "disk")
     raise_on_all_ranks(lambda: _require_parts(layouts[0], config))
     streams = Streams(dense, layouts, blocks, config)
-    solutions = _Solutions(dense, Tensors.of(dense), config, folder)
+    solutions = _Solutions(dense, Tensors.of(dense), config, seed, folder)
     for index in streams.layers:
         with whole_weights(dense, index), replaced_weights(dense.model) as replace:
             streams.advance_dense(index)
@@ -100,6 +103,7 @@ class _Solutions:
     dense: DenseModel
     stored: Tensors
     config: RepairConfig
+    seed: int
     folder: Path
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """Of each layer (and target) up to now."""
@@ -123,7 +127,7 @@ class _Solutions:
         """New weights of one FFN or attention, by name in the model, and metrics."""
         epochs = self.config.repair_epochs
         if problem.target.name == "ffn" and epochs:
-            generator = torch.Generator().manual_seed(problem.layer)
+            generator = generator_for(self.seed, "ffn", problem.layer)
             weights, error = train(problem, epochs, generator)
             if weights:
                 metrics = {"ridge": None, "kept": _KEPT, "heldout_error": error}
