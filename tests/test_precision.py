@@ -7,9 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from another_cpu import OtherCpu
 from dotmoe.common.distributed import in_fast_products, product_in_float32
 from dotmoe.method.calibrate import block_inputs
+from dotmoe.method.config import RepairConfig
+from dotmoe.method.repair import repair
 from dotmoe.method.repair.refit import NormalEquations, NormalEquationsByExpert
 from dotmoe.method.router import router_logits
 from dotmoe.method.transport import balanced_plan
+from dotmoe.text.blocks import TokenBlocks
 
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::mv"}
 
@@ -124,3 +127,19 @@ def test_the_simulated_cpu_adds_in_another_order_and_rounds_where_it_may():
     with in_fast_products():
         kept = {torch.equal(left, cpu.rounded(left, right)[0]) for left in lefts}
     assert kept == {True, False}, "some shapes are rounded, some are not"
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_of_a_repair_only_the_products_of_the_training_are_fast(
+    epochs, dense, layout_of, tokens_BT, tmp_path, lowered
+):
+    """With no epochs all are float32: streams, what a layer lacks, and the refit."""
+    config = RepairConfig(repair_tokens=192, repair_epochs=epochs)
+    layout = layout_of(dense, 6, active_experts=2, shared_size=24)
+    blocks = TokenBlocks(tokens_BT.int())
+    with Watch() as watch:
+        repair(dense, (layout,), blocks, config, seed=0, folder=tmp_path)
+    exact, fast = ("ieee", "ieee"), ("tf32", "bf16")
+    expected = {exact, fast} if epochs else {exact}
+    assert {tuple(each[:2]) for each in watch.seen} == expected
+    assert flags()[:2] == lowered[:2]
