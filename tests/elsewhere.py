@@ -18,8 +18,10 @@ DEVICE = torch.device("lazy", 0)  # the one kind whose gradients torch computes 
 COPIES = {"aten::copy_", "aten::_to_copy"}
 INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
 """Operators that take indices of the host if what they index is on the device."""
-
-
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero"}
+"""Operators of the device whose result the host must know."""
+crossings = []
+"""Names of the operators that waited for the device, or copied to or from it, up to now."""
 UNORDERED = {"aten::index_add", "aten::index_add_"}
 """Operators that add in another order each time on CUDA, so that a seed does not fix the result."""
 WAITING = {
@@ -118,6 +120,8 @@ def _computed(func, args, kwargs):
     away = [each for each in tensors if isinstance(each, Elsewhere)]
     here = [each for each in tensors if not isinstance(each, Elsewhere) and each.dim()]
     name = func._schema.name
+    if away and (here or name in WAITS):
+        crossings.append(name)
     if name in INDEXING and isinstance(args[0], Elsewhere):
         here = [each for each in here if each.dtype not in (torch.int64, torch.bool)]
     if away and here and name not in COPIES:
@@ -132,6 +136,8 @@ def _computed(func, args, kwargs):
         kwargs = kwargs | {"device": "cpu"} if goes else kwargs
     elif name == "aten::copy_":
         goes = isinstance(args[0], Elsewhere)
+    if name in COPIES and bool(away) != goes:
+        crossings.append(name)
     args, kwargs = tree_map_only(Elsewhere, lambda each: each.held, (args, kwargs))
     known = {id(each.held): each for each in away}  # in-place operators return an argument
 

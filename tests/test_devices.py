@@ -26,7 +26,7 @@ from dotmoe.method.transport import greedy_assignment
 from dotmoe.models.load import describe_dense
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, global_norm, update
-from elsewhere import Elsewhere, elsewhere, waits
+from elsewhere import Elsewhere, crossings, elsewhere, waits
 
 SPLIT = Granularity(num_experts=12, expert_size=8, active_experts=3)
 HEADS = Granularity(num_experts=4, expert_size=1, active_experts=2, target="attention")
@@ -102,6 +102,29 @@ def test_finetune(what, both, layout_of, dense):
 def test_repair(both, layout_of, dense, tmp_path):
     # Training amplifies the rounding of attention, which is another kernel there.
     both(repaired, within=0.02, layout=layout_of(dense(CPU)), folder=tmp_path)
+
+
+def test_steps_of_a_repair_neither_wait_nor_copy(
+    layout_of, dense, tokens_BT, tmp_path, monkeypatch
+):
+    """With the streams on the device, a pass crosses as often in many steps as in few.
+
+    Each pass moves its order to the device; nothing else crosses until it is over.
+    """
+    monkeypatch.setattr("dotmoe.method.repair.streams.has_room", lambda device, num_bytes: True)
+    blocks, counts = TokenBlocks(tokens_BT.int()), {}
+    layout = layout_of(dense(CPU), 6, active_experts=2, shared_size=24)
+    for epochs, batch in ((1, 512), (1, 16), (3, 512), (3, 16)):
+        monkeypatch.setattr("dotmoe.method.repair.training.BATCH", batch)
+        config = RepairConfig(repair_epochs=epochs, repair_tokens=192)
+        with elsewhere() as device:
+            folder = tmp_path / f"{epochs}-{batch}"
+            crossings.clear()
+            found = repair(dense(device), (layout,), blocks, config, seed=0, folder=folder)
+            counts[epochs, batch] = len(crossings)
+        assert all("kept" in layer for layer in found["layers"])
+    assert counts[1, 16] == counts[1, 512]
+    assert counts[3, 16] == counts[3, 512] == counts[1, 512] + 2 * len(found["layers"])
 
 
 @pytest.fixture
