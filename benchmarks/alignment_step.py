@@ -18,8 +18,8 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-import tyro
 
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.method.align import Alignment
 from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity
@@ -112,7 +112,7 @@ class Settings:
 
 
 def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
+    settings = settings_of(Settings, __doc__)
     torch.set_num_threads(settings.threads)
     subject = replace(PRESETS[settings.preset], solver=settings.solver)
     if settings.layers:

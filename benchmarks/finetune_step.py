@@ -14,10 +14,10 @@ from statistics import median
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.method import sparse
 from dotmoe.method.masked import masked, maskings_of
 from dotmoe.method.router import Routing, router_losses
@@ -92,7 +92,7 @@ class TrainingStep:
 
 
 def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
+    settings = settings_of(Settings, __doc__)
     torch.set_num_threads(settings.threads)
     counts = [k for k in (1, 2, 4, 8, 12, 16, 32, 64) if k < settings.experts]
     record = measured(settings, [*counts, settings.experts])

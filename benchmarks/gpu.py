@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import tyro
 
 import alignment_step
 import finetune_step
 from alignment_step import Subject
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.files import read_json
 from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import export
@@ -49,7 +49,7 @@ class Settings:
 
 
 def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
+    settings = settings_of(Settings, __doc__)
     subject = TINY if settings.tiny else alignment_step.PRESETS["qwen25_7b"]
     for part in settings.parts:
         found = measured(part, subject, settings.rounds)

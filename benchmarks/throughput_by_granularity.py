@@ -20,9 +20,9 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import to_markdown
 from dotmoe.export.architectures import FORMATS
@@ -87,7 +87,7 @@ class Settings:
 
 
 def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
+    settings = settings_of(Settings, __doc__)
     preset = PRESETS[settings.preset]
     how = {"dtype": getattr(torch, preset.dtype), "device": preset.device, "seed": settings.seed}
     dense = random_dense(preset.shape, **how)

@@ -31,12 +31,12 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-import tyro
 from jaxtyping import Float
 from torch import Tensor, nn
-from tyro.conf import Positional
 
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.files import write_json
+from dotmoe.common.options import ARGUMENT
 from dotmoe.measure.evaluate.perplexity import difference, heldout_perplexity
 from dotmoe.method.calibrate import RidgeRouter, block_inputs, calibrate, contributions, expert_sums
 from dotmoe.method.granularity import Granularity
@@ -65,9 +65,9 @@ PASSAGE = 64
 class Settings:
     """One conversion, and the size of predictors and gate."""
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, ARGUMENT]
     """Run folder of a finished conversion by `dot_moe`."""
-    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    out: Annotated[Path, ARGUMENT]
     """Folder to write."""
     rank: int = 64
     """Width between a predictor's two maps."""
@@ -253,7 +253,7 @@ def rows_of(found: FinishedRun, dense: DenseModel, settings: Settings) -> Iterat
 
 
 def main() -> None:
-    settings = tyro.cli(Settings)
+    settings = settings_of(Settings, __doc__)
     found, rows = FinishedRun(settings.run), dict[str, dict[str, Any]]()
     dense = load_described(found.origin(), LoadConfig(dtype="float32"))
     heldout = {found.text.heldout_name: found.text.heldout}

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from sklearn.decomposition import PCA
@@ -22,9 +21,10 @@ from sklearn.manifold import TSNE
 from sklearn.metrics import silhouette_score
 from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
-from tyro.conf import Positional
 
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.files import write_json
+from dotmoe.common.options import ARGUMENT
 from dotmoe.export.routers import at_routers
 from dotmoe.measure.analyse import captured_routes
 from dotmoe.method.layout import ALWAYS_ON
@@ -42,8 +42,8 @@ POINTS, EXPERTS_SHOWN, SEED = 1000, 16, 0
 class Config:
     """A run, and the layer to look into."""
 
-    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
-    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
+    run: Annotated[str, ARGUMENT]
+    out: Annotated[str, ARGUMENT]
     layer: int | None = None
     """Split layer. Default: a third of the way through the split layers, as in the paper."""
     tokens: int = 32768
@@ -148,6 +148,6 @@ def separation(outputs: NDArray[Any], experts: NDArray[Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    asked = tyro.cli(Config, description=__doc__)
+    asked = settings_of(Config, __doc__)
     found = {"origin": "measured", "values": outputs(asked), "provenance": provenance(SEED)}
     write_json(Path(asked.out) / "outputs.json", found)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import tyro
 from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from tyro.conf import Positional
 
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.files import write_json
+from dotmoe.common.options import ARGUMENT
 from dotmoe.measure.evaluate.perplexity import heldout_perplexity
 from dotmoe.method.calibrate import block_inputs, unit_logits
 from dotmoe.models.config import LoadConfig
@@ -38,9 +38,9 @@ from dotmoe.run.folder import provenance
 class Settings:
     """One conversion, and the length of each stage."""
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, ARGUMENT]
     """Run folder of a finished conversion by LTE's partition."""
-    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    out: Annotated[Path, ARGUMENT]
     """Folder to write."""
     soft_steps: int = 300
     """Steps of stage 1, as many as of the alignment."""
@@ -71,7 +71,7 @@ def measured(dense: DenseModel, found: FinishedRun, routers: list[Tensor]) -> di
 
 
 def main() -> None:
-    settings = tyro.cli(Settings)
+    settings = settings_of(Settings, __doc__)
     found = FinishedRun(settings.run)
     dense, layout = load_described(found.described(), LoadConfig(dtype="float32")), found.layouts[0]
     training = found.text.training

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-from tyro.conf import Positional
-
 from dotmoe import convert, finetune, finetune_recipe, recipe
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json, write_json
+from dotmoe.common.options import ARGUMENT
 from dotmoe.common.progress import Progress
 from dotmoe.measure.config import EvaluateConfig, TextConfig
 from dotmoe.measure.evaluate import evaluate
@@ -38,7 +37,7 @@ REPAIRS = {"repaired": 0, "repaired, trained": 5}
 class Settings:
     """One model, one budget, one seed."""
 
-    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    out: Annotated[Path, ARGUMENT]
     """Folder to write."""
     model: str = "embedded"
     data: tuple[str, ...] = ("python-stdlib",)
@@ -145,7 +144,7 @@ def closeness(run: Path, settings: Settings, texts: dict[str, tuple[str, ...]]) 
 
 
 def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
+    settings = settings_of(Settings, __doc__)
     settings.out.mkdir(parents=True, exist_ok=True)
     other = settings.other_text
     if not other:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import tyro
-from tyro.conf import Positional
 
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.distributed import fsdp_mesh
 from dotmoe.common.files import write_json
+from dotmoe.common.options import ARGUMENT
 from dotmoe.measure.config import TextConfig
 from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
@@ -42,9 +42,9 @@ HELDOUT = ("python-stdlib-heldout",)
 class Settings:
     """One conversion, the text it is trained on, and how often to measure it."""
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, ARGUMENT]
     """Run folder of a finished conversion."""
-    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    out: Annotated[Path, ARGUMENT]
     """Folder to write."""
     text_of: Path
     """Run folder whose training text is used."""
@@ -69,7 +69,7 @@ class Heldout:
 
 
 def main() -> None:
-    settings = tyro.cli(Settings)
+    settings = settings_of(Settings, __doc__)
     shutil.rmtree(settings.out, ignore_errors=True)
     settings.out.mkdir(parents=True)
     found = FinishedRun(settings.run)

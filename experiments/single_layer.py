@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import tyro
 from torch import Tensor
-from tyro.conf import Positional
 
+from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.files import write_json
+from dotmoe.common.options import ARGUMENT
 from dotmoe.method.align import Alignment
 from dotmoe.method.calibrate import block_inputs, calibrate
 from dotmoe.method.layout import ExpertLayout, extract
@@ -44,9 +44,9 @@ RIVALS = ("cmoe", "llama_moe_v2", "random_split")
 class Settings:
     """One conversion, and which layers of it to measure."""
 
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, ARGUMENT]
     """Run folder of a finished conversion."""
-    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    out: Annotated[Path, ARGUMENT]
     """Folder to write."""
     active_experts: int
     """Experts that run per token (k)."""
@@ -84,7 +84,7 @@ class LayerByLayer(Alignment):
 
 
 def main() -> None:
-    settings = tyro.cli(Settings)
+    settings = settings_of(Settings, __doc__)
     found = FinishedRun(settings.run)
     config = found.config
     assert isinstance(config, RunConfig)

@@ -81,7 +81,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def command_text(name: str) -> str:
     """Section on a command: what `--help-all` prints."""
-    width = patch("dotmoe.cli.line._HELP_COLUMNS", CODE_COLUMNS)
+    width = patch.dict(os.environ, COLUMNS=str(CODE_COLUMNS))
     with width, redirect_stdout(StringIO()) as printed, suppress(SystemExit):
         run([name, "--help-all"])
     return f"## dotmoe {name}\n\n```\n{printed.getvalue()}```"

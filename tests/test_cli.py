@@ -12,9 +12,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dotmoe import cli, finetune
+from dotmoe import finetune
 from dotmoe.cli import COMMANDS
-from dotmoe.cli.line import Line
+from dotmoe.cli.arguments import config_of
+from dotmoe.cli.entry import message_of
 from dotmoe.common.errors import UserError
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import formats_like
@@ -39,7 +40,7 @@ def test_every_command_has_help_and_common_options_exist(name, command):
         assert f"  --{option}" in short.out
     if COMMANDS[name].common:
         assert "--help-all" in short.out
-        assert len(short.out) < len(full.out) / 2
+        assert len(short.out) < 0.6 * len(full.out)
     assert max(map(len, full.out.splitlines())) <= HELP_COLUMNS
     for above, below in pairwise(full.out.splitlines()):
         if above.startswith(" " * 8) and below.startswith(" " * 8) and below.strip():
@@ -89,7 +90,7 @@ def test_help_version_and_wrong_options_come_without_what_takes_seconds_to_impor
     ],
 )
 def test_failures_of_the_machine_are_one_line_and_defects_are_not(error, words):
-    message = cli.message_of(error)
+    message = message_of(error)
     assert message is None if words is None else words in message
 
 
@@ -113,7 +114,7 @@ def test_a_reader_that_has_read_enough_is_no_failure_and_no_extra_is_needed():
         ("llama_cpp", "llama-cpp", lambda: Runtime("model.gguf", 1)),
         ("lm_eval", "eval", require_harness),
         ("ot", "baselines", lambda: optimal_assignment(torch.ones(4, 2))),
-        ("peft", "lora", lambda: finetune(Line("finetune", WITH_LORA).config())),
+        ("peft", "lora", lambda: finetune(config_of("finetune", WITH_LORA))),
     ],
 )
 def test_a_missing_package_is_named_by_its_extra(package, extra, needs, monkeypatch):
@@ -150,12 +151,11 @@ def test_what_a_recipe_or_config_names_may_be_left_out(line, tmp_path):
     name, *words = line.replace("FILE", str(tmp_path / "config.json")).split()
     config = {"command": "convert", "model": "old-model", "out": "old-out"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    parsed = Line(name, tuple(words))
     if isinstance(NAMED[line], str):
         with pytest.raises(UserError, match=NAMED[line]):
-            parsed.config()
+            config_of(name, words)
     else:
-        found = parsed.config()
+        found = config_of(name, words)
         assert (found.model, found.out) == NAMED[line]
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import pytest
-import tyro
 from transformers import PreTrainedConfig
 
 import dotmoe
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import (
+    ARGUMENT,
     HOW,
     Range,
     above,
@@ -51,7 +51,7 @@ class Outer:
 
     command: ClassVar[str] = "outer"
 
-    out: Annotated[tyro.conf.Positional[str], HOW]
+    out: Annotated[str, ARGUMENT, HOW]
     inner: Inner = field(default_factory=Inner)
     how: Annotated[Inner, HOW] = field(default_factory=Inner)
     kind: Literal["a", "b"] = "a"

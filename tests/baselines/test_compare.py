@@ -23,8 +23,10 @@ from dotmoe.run.config import CompareConfig, PruneRunConfig
 from dotmoe.text.config import DataConfig
 from runs import TINY_CONVERT
 
+TRAINED = {"lr": 1e-2, "batch_size": 2}
 OPTIONS = TINY_CONVERT | {"active_experts": 4}
-del OPTIONS["steps"]
+for trained in (*TRAINED, "steps", "checkpoint_every"):
+    del OPTIONS[trained]
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_convert_exports_what_static_pruning_leaves(tiny_dense, text_file, tmp_p
 
 def test_a_comparison_measures_all_on_the_same_text_and_goes_on(rows_of, out, monkeypatch):
     # Blocks are as long as the context, 256; a start at random reads no text.
-    options = {"router_steps": 2, "seq_len": 1000, "start": "random"}
+    options = TRAINED | {"router_steps": 2, "seq_len": 1000, "start": "random"}
     made = rows_of("dot_moe", "random_split", **options)
     (dense, *names), rows = (row["run"] for row in made), {row["run"]: row for row in made}
     assert (dense, rows[dense]["loss_above_dense"]) == ("dense", 0)
@@ -88,7 +90,7 @@ def test_a_comparison_measures_all_on_the_same_text_and_goes_on(rows_of, out, mo
         *("dot_moe-untrained", "dot_moe-router", "dot_moe-trained", "dot_moe-paper"),
         *("random_split-own", "random_split-ridge", "random_split-trained"),
     ]
-    table, steps = (out / "compare.md").read_text(), 2 * OPTIONS["batch_size"] * 256
+    table, steps = (out / "compare.md").read_text(), 2 * TRAINED["batch_size"] * 256
     read = [rows[name]["text_tokens"] for name in names]
     assert read == [0, steps, steps, steps, 256, 256, 256 + steps]
     for name in names:

@@ -175,7 +175,7 @@ def test_a_chat_template_asks_as_the_harness_does_and_is_recorded(
         assert task["identity"]["chat_answer"] == (1024 if chat else None)
         assert any("up to 128 tokens" in note for note in task["notes"]) == chat
     refused = command("evaluate", model, **options | {"out": tmp_path / "out-False"}).refusal()
-    assert "another chat_template (None, not True)" in refused
+    assert "another --chat-template (None, not True)" in refused
 
 
 def test_a_group_in_a_group_counts_its_own_questions_and_chance(tiny_dense, tmp_path, monkeypatch):
@@ -257,7 +257,7 @@ def test_requests_longer_than_the_context_are_counted(tiny_dense, task_data, tmp
     [
         ({"tasks": "papr"}, r"papr cannot be read from a folder.* Did you mean paper\?"),
         ({"tasks": "paper"}, "winogrande needs winogrande_xl/train.jsonl.gz"),
-        ({"tasks": "piqa", "max_length": 257}, "max_length is 257"),
+        ({"tasks": "piqa", "max_length": 257}, "--max-length is 257"),
         ({"tasks": "sciq"}, r"the data of sciq cannot be read .* Repair .*sciq/test\.jsonl"),
     ],
 )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from toy_tasks import Regression, trained
 
-from dotmoe.cli import message_of
+from dotmoe.cli.entry import message_of
 from dotmoe.common.distributed import divided, mesh, rank
 from dotmoe.common.errors import Interrupted, UserError
 from dotmoe.training.config import TrainingConfig

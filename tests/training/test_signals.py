@@ -52,7 +52,9 @@ def test_a_second_sigint_interrupts_at_once(tmp_path):
 
 
 def test_sigterm_before_a_training_says_how_to_go_on(monkeypatch, capsys):
-    monkeypatch.setattr("dotmoe.cli._dispatch", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        "dotmoe.cli.entry._dispatch", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
     assert run([]) == 143
     assert "SIGTERM stopped it. What is finished is kept; the same" in capsys.readouterr().err
 
@@ -62,7 +64,7 @@ def test_the_command_line_says_how_to_go_on(signum, status, monkeypatch, capsys)
     def stopped(*arguments):
         raise Interrupted(signum, "stopped after step 3")
 
-    monkeypatch.setattr("dotmoe.cli._dispatch", stopped)
+    monkeypatch.setattr("dotmoe.cli.entry._dispatch", stopped)
     assert run([]) == status
     assert capsys.readouterr().err == (
         "dotmoe: error: stopped after step 3; the same command goes on from there.\n"

@@ -43,9 +43,19 @@ def resolved_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"device is {name!r}, which this machine does not have ({one_line(error)[:160]}). "
-            "Choose auto, cpu or cuda."
+            f"{_devices_here()}"
         ) from error
     return torch.device(name)
+
+
+def _devices_here() -> str:
+    """What to choose instead of a device that is not there."""
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if number == 0:
+        return (
+            "No GPU with CUDA is found here. Choose cpu, or install a build of torch for your GPU."
+        )
+    return f"Choose cpu, or cuda:0 to cuda:{number - 1}."
 
 
 @contextmanager

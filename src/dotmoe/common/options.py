@@ -2,7 +2,8 @@
 
     num_steps: Annotated[int, at_least(1), HOW] = 100
 
-Rules across fields go into a method `check_together()` that raises `UserError`.
+Rules across fields go into a method `check_together()` that raises `UserError`. Options that have
+an effect only together with others are in the table `needs` of the config of a command.
 """
 
 import dataclasses
@@ -10,7 +11,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from dotmoe.common.errors import UserError, nearest
@@ -21,7 +23,18 @@ COMMAND = "command"
 HOW = object()
 """Marks a field that affects how a result is made, not what it is; it may change on resume."""
 
+ARGUMENT = object()
+"""Marks a field that a command line gives by its place, not by its name."""
+HIDDEN = object()
+"""Marks a field that is no option of the command line."""
+
 Config = TypeVar("Config")
+
+
+class Shown(NamedTuple):
+    """Marks a field whose value help calls by this word, such as FOLDER."""
+
+    word: str
 
 
 class Range(NamedTuple):
@@ -51,10 +64,69 @@ def between(low: float, high: float) -> Range:
     return Range(f"{low:g} to {high:g}", lambda number: low <= number <= high)
 
 
-def check(config: Any) -> None:
+class Need(NamedTuple):
+    """Options of a command that have an effect only if its config has what they need."""
+
+    options: tuple[str, ...]
+    needs: str
+    """What they need, as a user gives it: `--method lte`. Help and errors show it."""
+    holds: Callable[[Any], bool]
+    """Whether a config of the command has it."""
+    error: str = "{option} is {value}, but it is for {needs} alone. Give {needs} as well"
+    """What is wrong and the remedy; `config` can be named in it, too."""
+    unless: str = ""
+    """An option that, where it is given as well, shows that the user knows: `--steps 0`."""
+
+
+def require_effect(config: Any, given: Iterable[str]) -> None:
+    """Raise a `UserError` if one of these options, which were given, has no effect in a config."""
+    given, values = set(given), flat(config)
+    for need in getattr(config, "needs", ()):
+        if need.unless in given or need.holds(config):
+            continue
+        for name in need.options:
+            if name in given:
+                option, value = "--" + name.replace("_", "-"), _shown(values[name])
+                said = need.error.format(
+                    option=option, value=value, needs=need.needs, config=config
+                )
+                raise UserError(f"{said}, or leave {option} out.")
+
+
+def changed(config: Any, start: Any = None) -> set[str]:
+    """Names of the options whose value is not that of `start`, or not the default without one."""
+    before = _defaults(type(config)) if start is None else flat(start)
+    return {name for name, value in flat(config).items() if value != before[name]}
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """Values of a config by the names of its options, with those of the configs nested in it."""
+    values = dict[str, Any]()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        values |= flat(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return values
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Defaults of a config class by the names of its options."""
+    values = {field.name: field.default for field in fields(cls)}
+    for _, kind, _ in marked_fields(cls):
+        if dataclasses.is_dataclass(kind):
+            values |= _defaults(kind)
+    return values
+
+
+def _shown(value: Any) -> str:
+    """A value as it is typed."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def check(config: Any, given: Iterable[str] = ()) -> None:
     """Raise a `UserError` if a number in a config, or in a config nested in it, is out of range.
 
-    None is in every range, infinity in none. `check_together` then checks rules across fields.
+    None is in every range, infinity in none. Each of the `given` options must have an effect. Then
+    `check_together` checks rules across fields.
     """
     for name, kind, marks in marked_fields(type(config)):
         value = getattr(config, name)
@@ -68,18 +140,23 @@ def check(config: Any) -> None:
                 raise UserError(f"{name} is {number}, but it must be a finite number.")
             for mark in marks:
                 if isinstance(mark, Range) and not mark.contains(number):
-                    is_share = mark.words == "at most 1" and 2 <= number <= 100
+                    is_share = mark.words == "at most 1" and 10 <= number <= 100
                     hint = f" Did you mean {number / 100:g}?" if is_share else ""
                     raise UserError(f"{name} is {number}, but it must be {mark.words}.{hint}")
+    require_effect(config, given)
     if hasattr(config, "check_together"):
         config.check_together()
 
 
 def checked(config: Config) -> Config:
-    """A copy of a config made in Python, checked; lists as tuples, paths as text, no empty text."""
+    """A copy of a config made in Python, checked; lists as tuples, paths as text, no empty text.
+
+    Every option that is not at its default must have an effect. Configs of runs come from recipes,
+    which check that themselves.
+    """
     given = {name: value for name, value in values_of(config).items() if value != ""}
     config = from_values(type(config), given, "the config")
-    check(config)
+    check(config, () if hasattr(config, COMMAND) else changed(config))
     return config
 
 
@@ -124,7 +201,7 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
             hint = nearest(name, kinds) or " Leave it out, or name another file."
             raise UserError(f"{name} in {place} is no option.{hint}")
         values[name] = _value_of(kinds[name], value, name, place)
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for field in fields(cls):  # type: ignore[arg-type]
         is_required = field.default is field.default_factory is dataclasses.MISSING
         if is_required and field.name not in values:
             raise UserError(f"{place} lacks {field.name}, which has no default. Add it.")
@@ -134,7 +211,7 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
 def marked_fields(cls: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Yield name, type and marks of each dataclass field, with marks on parts of the type."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
+    for field in fields(cls):
         hint, marks = hints[field.name], ()
         if typing.get_origin(hint) is Annotated:
             hint, marks = hint.__origin__, hint.__metadata__

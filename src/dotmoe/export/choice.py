@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from dotmoe.common.errors import UserError, nearest, require_package
+from dotmoe.common.errors import UserError, require_package
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.config import GGUF_NAMES
+from dotmoe.export.config import GGUF_NAMES, require_format
 from dotmoe.export.format import Format
 from dotmoe.method.granularity import Splits, targets_of
 from dotmoe.models.family import DenseModel
@@ -21,18 +21,13 @@ NEEDS_OWN_CODE = (
 
 def formats_like(name: str) -> Mapping[str, Format]:
     """All formats of the container (Transformers or GGUF) of `name`, in order of preference."""
-    if name == "auto" or name in FORMATS:
+    require_format(name)
+    if name not in GGUF_NAMES:
         return FORMATS
-    if name in GGUF_NAMES:
-        require_package("gguf", "gguf", f"export format {name}")
-        from dotmoe.export.gguf_format import GGUF_FORMATS
+    require_package("gguf", "gguf", f"export format {name}")
+    from dotmoe.export.gguf_format import GGUF_FORMATS
 
-        return {form.name: form for form in GGUF_FORMATS}
-    names = ["auto", *FORMATS, *GGUF_NAMES[:-1]]
-    raise UserError(
-        f"export format is {name!r}, which dotmoe cannot write. "
-        f"Formats: {', '.join(names)}.{nearest(name, names)}"
-    )
+    return {form.name: form for form in GGUF_FORMATS}
 
 
 def format_for(dense: DenseModel, splits: Splits, name: str, dtype: torch.dtype) -> Format:

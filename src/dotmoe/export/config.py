@@ -3,14 +3,34 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dotmoe.common.options import above, at_least
+from dotmoe.common.errors import UserError, nearest
+from dotmoe.common.options import Shown, above, at_least
+
+FORMAT_NAMES = (
+    *("glm4_moe", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "granitemoe", "flex_olmo", "dotmoe"),
+)
+"""Formats that Transformers loads, in order of preference; `dotmoe.export.architectures` has them.
+"""
+GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
+"""`gguf` selects the first of the next two that can hold the model; `gguf_dense`, the dense model,
+is for measurements, and no help or message names it."""
+
+
+def require_format(name: str) -> None:
+    """Raise a `UserError` if there is no format of this name."""
+    names = ("auto", *FORMAT_NAMES, *GGUF_NAMES[:-1])
+    if name not in names and name not in GGUF_NAMES:
+        raise UserError(
+            f"export format is {name!r}, which dotmoe cannot write. "
+            f"Formats: {', '.join(names)}.{nearest(name, names)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
     """Options of an export and its verification."""
 
-    format: str = "auto"
+    format: Annotated[str, Shown("FORMAT")] = "auto"
     """Stock architecture to write: glm4_moe, mixtral, qwen3_moe, qwen3_5_moe_text,
     granitemoe, flex_olmo, or auto: the first of these that can hold the model in its whole context.
     Experts made of heads, and families whose decoder no stock MoE has, need format dotmoe, which
@@ -26,6 +46,15 @@ class ExportConfig:
     verify_tokens: Annotated[int, at_least(1)] = 512
     """Number of text tokens on which export and masked dense model are compared."""
 
+    def check_together(self) -> None:
+        """Refuse a format that does not exist, or that is written from a finished run only."""
+        require_format(self.format)
+        if self.format in GGUF_NAMES:
+            raise UserError(
+                f"export format {self.format} needs a finished run: convert to a Transformers "
+                f"format first, then dotmoe export RUN OUT --format {self.format}."
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufConfig(ExportConfig):
@@ -36,7 +65,6 @@ class GgufConfig(ExportConfig):
     gguf_tokenizer: Literal["auto", "none"] = "auto"
     """auto: store the model's tokenizer in the GGUF file; none: the file takes token ids only."""
 
-
-GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
-"""`gguf` selects the first of the next two that can hold the model; `gguf_dense`, the dense model,
-is for measurements, and no help or message names it."""
+    def check_together(self) -> None:
+        """Refuse a format that does not exist."""
+        require_format(self.format)

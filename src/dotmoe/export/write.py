@@ -86,11 +86,6 @@ def settled_experts(
 
 def require_exportable(dense: DenseModel, splits: Splits, config: ExportConfig) -> torch.dtype:
     """Refuse, quickly and before any training, what export would refuse; return `export_dtype`."""
-    if config.format in GGUF_NAMES:
-        raise UserError(
-            f"export format {config.format} needs a finished run: convert to a "
-            f"Transformers format first, then dotmoe export RUN OUT --format {config.format}."
-        )
     dtype = export_dtype(dense, config)
     form, tensors = format_for(dense, splits, config.format, dtype), Tensors.of(dense)
     tensors.require_shapes(dense.model)

@@ -1,17 +1,15 @@
 """Options of the commands that measure or plan."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-import tyro
-from tyro.conf import Positional
-
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
-from dotmoe.common.options import HOW, at_least
+from dotmoe.common.options import ARGUMENT, HOW, Need, Shown, at_least
 from dotmoe.method.config import Train
 from dotmoe.models.config import LoadConfig
+from dotmoe.run import needs as tables
 from dotmoe.run.config import RunConfig
 
 
@@ -27,11 +25,17 @@ def in_context(
     return tokens
 
 
+def _has_gguf(name: str) -> bool:
+    """Whether a model is a GGUF file, or a folder with one."""
+    path = Path(name).expanduser()
+    return path.suffix == ".gguf" or any(path.glob("*.gguf"))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig:
     """Text to measure on, and how it is cut into windows."""
 
-    text: tuple[str, ...] = ()
+    text: Annotated[tuple[str, ...], Shown("SOURCE")] = ()
     """Text to measure on: files or other sources, named as for `--data` of convert."""
     window: Annotated[int | None, at_least(2)] = None
     """Tokens per window, 2 to the model's context. Default: 2048, or the context if it is less."""
@@ -59,22 +63,44 @@ class TextConfig:
 class EvaluateConfig:
     """What to measure."""
 
-    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need(("task_data", "shots", "limit", "max_length"), "--tasks", lambda asked: asked.tasks),
+        Need(("prompts", "temperature"), "--generate", lambda asked: asked.generate),
+        Need(
+            ("chat_template",),
+            "--tasks or --generate",
+            lambda asked: asked.tasks or asked.generate,
+        ),
+        Need(("window", "max_tokens", "protocol"), "--text", lambda asked: asked.corpus.text),
+        Need(
+            ("batch_size",),
+            "--text or --tasks",
+            lambda asked: asked.corpus.text or asked.tasks,
+        ),
+        Need(
+            ("tokenizer",),
+            "a GGUF file",
+            lambda asked: any(map(_has_gguf, asked.names.values())),
+            "{option} is {value}, but no model is a GGUF file. Name one",
+        ),
+    )
+
+    model: Annotated[str, ARGUMENT]
     """Dense model (folder, hub name or GGUF file), exported checkpoint, run folder, or, for
     perplexity only, an exported GGUF (the file or its folder)."""
-    against: str | None = None
+    against: Annotated[str | None, Shown("MODEL")] = None
     """Second model to measure, side by side with MODEL. For --fidelity: the dense model, by default
     the one that MODEL was made from (of a local one, only a run folder knows the path)."""
-    out: str | None = None
+    out: Annotated[str | None, Shown("FOLDER")] = None
     """Folder to write results to. Default for tasks: `6_evaluate` of a run, else
     `evaluation-MODEL`; other results are only printed."""
     json: bool = False
     """Print JSON instead of tables."""
-    tasks: tuple[str, ...] = ()
+    tasks: Annotated[tuple[str, ...], Shown("TASK")] = ()
     """Benchmark tasks to run with lm-evaluation-harness: `paper` (the paper's six), `paper_by_k`
     (the five of its table over k), or tasks and groups by the harness's names (mmlu, gsm8k).
     Finished tasks are not run again."""
-    task_data: str | None = None
+    task_data: Annotated[str | None, Shown("FOLDER")] = None
     """Folder with the data of --tasks. Default: download them from the hub."""
     shots: Annotated[int | None, at_least(0)] = None
     """Number of solved examples before each question of --tasks. Default: the paper's number, else
@@ -98,7 +124,7 @@ class EvaluateConfig:
     curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
     """Measure perplexity of an export on --text at these k, and at k = E. Without numbers: 1, 2,
     3, 4 and 6 eighths of E, and its own k."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, Shown("MODEL")] = None
     """Model whose tokenizer is used for a GGUF that runs in llama.cpp. Default: the hub model that
     an exported GGUF was made from; without this option Transformers reads any other GGUF."""
     corpus: TextConfig = field(default_factory=TextConfig)
@@ -123,18 +149,7 @@ class EvaluateConfig:
         return ["perplexity", *chosen] if self.corpus.text and not reads else chosen
 
     def check_together(self) -> None:
-        """Refuse no measurement, one without what it needs, options of others, a file as `out`."""
-        defaults = {field.name: field.default for field in fields(self)}
-        of_tasks = ("task_data", "shots", "limit", "max_length")
-        for names, owner in ((of_tasks, "tasks"), (("prompts", "temperature"), "generate")):
-            for name in () if getattr(self, owner) else names:
-                if (value := getattr(self, name)) != defaults[name]:
-                    raise UserError(
-                        f"{name} is {value}, but it is for --{owner} alone. Give --{owner} as "
-                        "well, or leave it out."
-                    )
-        if self.chat_template and not (self.tasks or self.generate):
-            raise UserError("chat_template is for --tasks or --generate. Leave it out.")
+        """Refuse no measurement, one without what it needs, and a file as `out`."""
         if self.generate and not self.prompts:
             raise UserError("--generate has nothing to continue. Give --prompts.")
         needs_text = self.fidelity or self.curve is not None or not (self.tasks or self.generate)
@@ -154,7 +169,7 @@ class EvaluateConfig:
 class AnalyseConfig:
     """Options of `dotmoe analyse`."""
 
-    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, ARGUMENT]
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
     tokens: Annotated[int, at_least(1)] = 32768
     """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
@@ -165,9 +180,20 @@ class AnalyseConfig:
 class BenchConfig:
     """Two models, and what to measure with them."""
 
-    dense: Annotated[Positional[str], tyro.conf.arg(metavar="DENSE")]
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need(("context_tokens", "decode_steps"), "--batch-sizes", lambda asked: asked.batch_sizes),
+        Need(
+            ("dtype", "device", "sharding"),
+            "checkpoints",
+            lambda asked: not (_has_gguf(asked.dense) and _has_gguf(asked.moe)),
+            "{option} is {value}, but llama.cpp runs GGUF files on the CPU as they are. Name "
+            "checkpoints",
+        ),
+    )
+
+    dense: Annotated[str, ARGUMENT]
     """Dense model: checkpoint folder, hub name or .gguf file."""
-    moe: Annotated[Positional[str], tyro.conf.arg(metavar="MOE")]
+    moe: Annotated[str, ARGUMENT]
     """MoE made from DENSE: checkpoint, run folder (its export is used) or .gguf file. Transformers
     runs both models, or llama.cpp on the CPU if both are .gguf files."""
     batch_sizes: tuple[Annotated[int, at_least(1)], ...] = (1, 4, 16)
@@ -222,8 +248,9 @@ class InspectConfig(RunConfig):
     """A conversion to plan, with the options of `dotmoe convert`, and the machines to plan for."""
 
     command: ClassVar[str] = "inspect"
+    needs: ClassVar[tuple[Need, ...]] = tables.INSPECT
 
-    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW] = ""
+    out: Annotated[str, ARGUMENT, HOW] = ""
     """What `dotmoe convert` would write; not used."""
     train: Train | None = None
     """What a finetuning of the result trains: all weights, those of the experts, or low-rank
@@ -246,5 +273,5 @@ class InspectConfig(RunConfig):
 class ReportConfig:
     """One page on what a conversion lost and gained."""
 
-    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, ARGUMENT]
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`; the page is in `7_report`."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dotmoe.common.options import HOW
+from dotmoe.common.options import HOW, Shown
 
 Sharding = Literal["auto", "replicate", "shard"]
 
@@ -16,7 +16,7 @@ class LoadConfig:
     """Dtype of the weights in memory. auto: the checkpoint's own on a GPU, but bfloat16 to convert
     a float16 one; float32 on a CPU, where 16-bit arithmetic is slow. The export's dtype is another
     option."""
-    device: Annotated[str, HOW] = "auto"
+    device: Annotated[str, Shown("DEVICE"), HOW] = "auto"
     """`cpu`, `cuda` or `cuda:N`. auto: the GPU if there is one, else the CPU."""
     sharding: Annotated[Sharding, HOW] = "auto"
     """Under torchrun: `replicate` gives every rank all weights, `shard` only its part (FSDP2).

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dotmoe.common.files import new_folder, require_outside_models
-from dotmoe.common.options import check
+from dotmoe.common.options import changed, check
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.record import ExportRecord
 from dotmoe.export.write import export
@@ -18,7 +18,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
 
     The dense model's weights stay on disk: memory holds one decoder layer, the embedding or head.
     """
-    check(config)
+    check(config, changed(config))
     require_outside_models(Path(config.out))
     run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
     (layout, *others), described = run.layouts, run.described()

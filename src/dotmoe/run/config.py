@@ -3,12 +3,18 @@
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-import tyro
-from tyro.conf import Positional
-
 from dotmoe.common.errors import UserError, nearest
-from dotmoe.common.options import HOW, at_least
-from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
+from dotmoe.common.options import (
+    ARGUMENT,
+    HIDDEN,
+    HOW,
+    Need,
+    Shown,
+    at_least,
+    changed,
+    require_effect,
+)
+from dotmoe.export.config import ExportConfig, GgufConfig
 from dotmoe.method.config import (
     PAPER_ACTIVE,
     AlignConfig,
@@ -20,6 +26,7 @@ from dotmoe.method.config import (
 )
 from dotmoe.models.config import LoadConfig
 from dotmoe.rivals.config import BASELINES, BaselineConfig, ComparedName, MethodName, PruningName
+from dotmoe.run import needs as tables
 from dotmoe.text.config import DataConfig
 from dotmoe.training.config import TrainingConfig
 
@@ -29,10 +36,11 @@ class RunConfig:
     """One conversion, from a dense checkpoint to an exported and measured MoE."""
 
     command: ClassVar[str] = "convert"
+    needs: ClassVar[tuple[Need, ...]] = tables.CONVERT
 
-    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[str, ARGUMENT]
     """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
-    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW]
+    out: Annotated[str, ARGUMENT, HOW]
     """Folder to write: a run with its checkpoint in `5_export`; the runs of a compare."""
     method: MethodName = "dot_moe"
     """How neurons are assigned to experts. `dot_moe`: from data, or learned (`steps`); the others
@@ -47,16 +55,16 @@ class RunConfig:
     """After experts are chosen, fit each layer's output to the dense model's: train all projections
     of the FFN, or refit W_down in closed form (`--repair-epochs 0`)."""
     repairing: RepairConfig = field(default_factory=RepairConfig)
-    time: Annotated[str | None, HOW] = None
+    time: Annotated[str | None, Shown("DURATION"), HOW] = None
     """Longest time that the conversion may take on this machine, as 30m, 2h or 1d: the repair that
     loses least is chosen of those that fit by estimate (`dotmoe inspect` lists them), and recorded.
     Not together with options of a repair."""
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
-    eval_text: tuple[str, ...] = ()
+    eval_text: Annotated[tuple[str, ...], Shown("SOURCE")] = ()
     """Files to measure perplexity on. Default: blocks of the data kept out of training."""
-    other_text: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    other_text: Annotated[tuple[str, ...], HIDDEN] = ()
     """More files to measure perplexity on, as a text of its own."""
     eval_tokens: Annotated[int, at_least(2)] = 32768
     """Maximum number of tokens to measure perplexity on."""
@@ -91,10 +99,11 @@ class FinetuneRunConfig:
     """One finetuning, from a finished conversion to an exported and measured MoE."""
 
     command: ClassVar[str] = "finetune"
+    needs: ClassVar[tuple[Need, ...]] = tables.FINETUNE
 
-    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN"), HOW]
+    run: Annotated[str, ARGUMENT, HOW]
     """Folder of a finished `dotmoe convert`; it is not changed."""
-    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW]
+    out: Annotated[str, ARGUMENT, HOW]
     """Run folder to write; the checkpoint will be in its `5_export`."""
     data: DataConfig = field(default_factory=DataConfig)
     """Text to train on. Default: the sources of RUN, read as RUN did."""
@@ -102,7 +111,7 @@ class FinetuneRunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
-    eval_text: tuple[str, ...] = ()
+    eval_text: Annotated[tuple[str, ...], Shown("SOURCE")] = ()
     """Files to measure perplexity on. Default: the held-out text of RUN, so that results are
     comparable. Training blocks that are part of it are left out."""
     eval_tokens: Annotated[int, at_least(2)] = 32768
@@ -130,6 +139,7 @@ class PruneRunConfig(RunConfig):
     """
 
     command: ClassVar[str] = "compare"
+    needs: ClassVar[tuple[Need, ...]] = ()
 
     method: PruningName
 
@@ -139,6 +149,7 @@ class CompareConfig(RunConfig):
     """Comparison of several methods on one model, on one budget."""
 
     command: ClassVar[str] = "compare"
+    needs: ClassVar[tuple[Need, ...]] = tables.COMPARE
 
     methods: tuple[ComparedName, ...] = ("dot_moe", *BASELINES)
     """Methods to compare. Each converts without training, once with its own router and once with a
@@ -151,7 +162,7 @@ class CompareConfig(RunConfig):
     Default: all that convert."""
     mask_steps: Annotated[int, at_least(1)] = 300
     """Training steps of `disp_llm`, on the same batches as an alignment."""
-    other_text: tuple[str, ...] = ()
+    other_text: Annotated[tuple[str, ...], Shown("SOURCE")] = ()
     """Files of another domain to measure every row on too, up to `eval_tokens` tokens."""
     finetune_steps: Annotated[int, at_least(0)] = 0
     """Steps of finetuning all weights after every conversion, on the same batches for all, from the
@@ -161,41 +172,30 @@ class CompareConfig(RunConfig):
     seeds: tuple[Annotated[int, at_least(0)], ...] = ()
     """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
     `seed` alone."""
-    method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
+    method: Annotated[Literal["dot_moe"], HIDDEN] = "dot_moe"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReexportConfig:
     """A finished run, and how to export it again."""
 
-    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+    needs: ClassVar[tuple[Need, ...]] = tables.EXPORT
+
+    run: Annotated[str, ARGUMENT]
     """Folder of a run that has finished its extract stage, or its repair or finetune stage."""
-    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
+    out: Annotated[str, ARGUMENT]
     """Folder to write; must be new or empty."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Number of experts that run per token (k), 1 to E. Default: that of the run."""
     export: GgufConfig = field(default_factory=GgufConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
-    def check_together(self) -> None:
-        """Refuse options that do not apply to the format."""
-        name, plain = self.export.format, GgufConfig()
-        is_gguf = name in GGUF_NAMES
-        ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")
-        options = [each for each in ignored if getattr(self.export, each) != getattr(plain, each)]
-        if name == "gguf_dense":
-            options += ["active_experts"] * (self.active_experts is not None)
-        for option in options:
-            raise UserError(
-                f"--{option.replace('_', '-')} does not apply to format {name}. Leave it out."
-            )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickstartConfig:
     """The quickstart: dense, dotmoe and static pruning with the same repair, side by side."""
 
-    out: str = "quickstart-run"
+    out: Annotated[str, Shown("FOLDER")] = "quickstart-run"
     """Folder to write; the same command resumes there if it was stopped."""
     seed: Annotated[int, at_least(0)] = 0
     """Seed of initial values and data order."""
@@ -311,10 +311,20 @@ def recipe_of(command: str, name: str | None = None) -> AnyRunConfig:
 
 
 def recipe(name: str = "default", **changes: Any) -> RunConfig:
-    """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`."""
-    return cast(RunConfig, replace(recipe_of("convert", name), **changes))
+    """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`.
+
+    Raises a `UserError` for a change that has no effect, such as `lte_steps` without that method.
+    """
+    return cast(RunConfig, _changed("convert", name, changes))
 
 
 def finetune_recipe(name: str = "default", **changes: Any) -> FinetuneRunConfig:
-    """A named recipe with fields of `FinetuneRunConfig` replaced, such as `run` and `out`."""
-    return cast(FinetuneRunConfig, replace(recipe_of("finetune", name), **changes))
+    """As `recipe`, for a finetuning: fields of `FinetuneRunConfig`, such as `run` and `out`."""
+    return cast(FinetuneRunConfig, _changed("finetune", name, changes))
+
+
+def _changed(command: str, name: str, changes: dict[str, Any]) -> AnyRunConfig:
+    start = recipe_of(command, name)
+    config = replace(start, **changes)
+    require_effect(config, changed(config, start))
+    return config

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dotmoe.common.options import above, at_least
+from dotmoe.common.options import Shown, above, at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Text to train or calibrate on."""
 
-    data: tuple[str, ...] = ()
+    data: Annotated[tuple[str, ...], Shown("SOURCE")] = ()
     """Sources of text, read in this order: .txt or .md files (one document per file), .json, .jsonl
     or .parquet files (one document per row), all but the last also as .gz, .zst or .bz2; folders of
     such files; folders written by `save_to_disk`; `python-stdlib` (the source files of

@@ -1,0 +1,129 @@
+"""`dotmoe COMMAND ...`: find and run the command, and turn every foreseeable error into one line.
+
+A line is parsed before the machinery is imported, so that help and errors appear at once: PyTorch
+takes seconds to load. Options live in modules named `config`, which do not import it.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from dotmoe import __version__
+from dotmoe.cli.help import overview
+from dotmoe.cli.table import COMMANDS
+from dotmoe.common.errors import Interrupted, RankError, UserError, nearest, one_line
+
+
+def main() -> None:
+    """Entry point of the `dotmoe` command."""
+    with suppress(AttributeError, TypeError):  # glibc, else: clearing its pages takes time
+        options = ctypes.CDLL(None)
+        options.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: reuse freed blocks of up to 32 MiB
+        options.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB of them
+    status = run(sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to exiting ranks
+    sys.exit(status)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns the exit status instead of exiting."""
+    signal.signal(signal.SIGTERM, _stop)
+    name = arguments[0] if arguments else "--help"
+    try:
+        _dispatch(name, arguments[1:])
+    except UserError as error:
+        _fail(str(error), only_here=isinstance(error, RankError))
+        return error.exit_code
+    except KeyboardInterrupt as stop:
+        event = str(stop) or "interrupted. What is finished is kept"
+        _fail(f"{event}; the same command goes on from there.")
+        return 128 + (stop.signum if isinstance(stop, Interrupted) else signal.SIGINT)
+    except BrokenPipeError:  # the reader closed the pipe: it has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        message = message_of(error)
+        if message is None:
+            raise
+        _fail(message)
+        return UserError.exit_code
+    return 0
+
+
+def _dispatch(name: str, words: Sequence[str]) -> None:
+    """Do what a line asks for: a command, its help, or that of all."""
+    if name == "help":
+        name, words = (words[0], ("--help",)) if words else ("--help", ())
+    if name in ("-h", "--help", "--help-all"):
+        print(overview())
+    elif name == "--version":
+        print(f"dotmoe {__version__}")
+    elif name in COMMANDS:
+        _run_command(name, words)
+    else:
+        names = ", ".join(COMMANDS)
+        hint = nearest(name, COMMANDS)
+        raise UserError(f"unknown command {name}. Commands: {names}.{hint}")
+
+
+def _run_command(name: str, words: Sequence[str]) -> None:
+    from dotmoe.cli.arguments import as_typed, config_of
+
+    handler, said = logging.StreamHandler(), dict[str, logging.LogRecord]()
+    # A command may load a model three times, but warns of it once.
+    handler.addFilter(lambda record: said.setdefault(record.getMessage(), record) is record)
+    logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler])
+    try:
+        config = config_of(name, words)
+        from dotmoe.cli import commands
+        from dotmoe.models.on_disk import quiet_transformers
+
+        with quiet_transformers():
+            getattr(commands, f"run_{name}")(config)
+    except UserError as error:
+        error.args = (as_typed(str(error), name, words),)
+        raise
+
+
+def _fail(message: str, *, only_here: bool = False) -> None:
+    """Print an error; only rank zero prints one that all ranks of torchrun know of."""
+    if only_here or os.environ.get("RANK", "0") == "0":
+        print(f"dotmoe: error: {one_line(message)}", file=sys.stderr, flush=True)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise Interrupted(signum, "SIGTERM stopped it. What is finished is kept")
+
+
+def message_of(error: Exception) -> str | None:
+    """One line for a failure that a user can cause or fix; None for a defect."""
+    import torch
+    from safetensors import SafetensorError
+
+    text, on_gpu = str(error) or type(error).__name__, isinstance(error, torch.OutOfMemoryError)
+    refused = re.search(r"can(no|')t allocate memory", text, re.IGNORECASE)
+    if on_gpu or refused or isinstance(error, MemoryError):
+        remedy = "Lower --micro-batch-size or --seq-len, set --activation-checkpointing"
+        memory, other = ("GPU memory", "choose --device cpu") if on_gpu else ("memory", "get more")
+        return f"out of {memory} ({text}). {remedy}, or {other}."
+    if not isinstance(error, OSError | SafetensorError | RuntimeError):
+        return None
+    cause: BaseException | None = error
+    while cause is not None:
+        # safetensors gives the number of the system's error only in its message
+        in_text = re.search(r"os error (\d+)", str(cause))
+        number = int(in_text[1]) if in_text else getattr(cause, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return f"the disk is full ({cause}). Free space, then run the same command again."
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return f"{cause}. Get permission, or choose another folder."
+        if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            return f"{cause}. Choose another place."
+        cause = cause.__cause__ or cause.__context__
+    return None
