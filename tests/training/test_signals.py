@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -69,3 +72,50 @@ def test_the_command_line_says_how_to_go_on(signum, status, monkeypatch, capsys)
     assert capsys.readouterr().err == (
         "dotmoe: error: stopped after step 3; the same command goes on from there.\n"
     )
+
+
+SWALLOWED = {
+    "a destructor": """
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{signal})
+        time.sleep(0.01)
+Dying()
+time.sleep(30)
+""",
+    "a library that catches all": """
+try:
+    os.kill(os.getpid(), signal.{signal})
+    time.sleep(1)
+except BaseException:
+    pass
+""",
+    "before a progress bar": """
+try:
+    os.kill(os.getpid(), signal.{signal})
+    time.sleep(1)
+except BaseException:
+    pass
+Progress().log("goes on")
+""",
+}
+
+
+@pytest.mark.parametrize("by", SWALLOWED)
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_whose_exception_is_swallowed_ends_the_command_all_the_same(by, name, status):
+    body = textwrap.indent(SWALLOWED[by].format(signal=name), "    ")
+    code = (
+        "import os, signal, sys, time\n"
+        "from dotmoe.cli import entry\n"
+        "from dotmoe.common.progress import Progress\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"def dispatch(*_):{body}\n"
+        "entry._dispatch = dispatch\n"
+        "sys.exit(entry.run(['report']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == status
+    assert "the same command goes on from there" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "\ngoes on" not in ended.stderr

@@ -38,12 +38,12 @@ class _Output(Console):
 
 
 def _show(*parts: Any) -> None:
-    """Print text literally and tables with frames; in a file or pipe nothing is wrapped."""
-    console = _Output(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    """Print text literally and tables with frames, wrapped at words; not in a file or pipe."""
+    console = _Output(highlight=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 10_000
     for part in parts:
-        console.print(part)
+        console.print(part, overflow="ignore", crop=False)
 
 
 def run_quickstart(config: running.QuickstartConfig) -> None:
@@ -54,7 +54,10 @@ def run_inspect(config: measuring.InspectConfig) -> None:
     dense, folder = dense_config(config.model)
     plan = inspect_model(dense, config, stored=stored_dtype(dense, folder))
     plan = {"model": config.model, **plan}
-    _show(json.dumps(plan, indent=2) if config.json else render(plan))
+    if config.json:
+        print(json.dumps(plan, indent=2))
+    else:
+        _show(render(plan))
 
 
 def run_convert(config: running.RunConfig) -> None:
@@ -99,7 +102,7 @@ def run_evaluate(config: measuring.EvaluateConfig) -> None:
     results = evaluate(config, Progress())
     if config.json:
         (first, *others) = results.values()
-        _show(json.dumps(results if others else first, indent=2))
+        print(json.dumps(results if others else first, indent=2))
         return
     for name, result in results.items():
         _, show = MEASUREMENTS[name]
@@ -116,7 +119,10 @@ def run_bench(config: measuring.BenchConfig) -> None:
     dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
     with Progress().bar("bench") as update:
         result = bench.bench(replace(config, dense=dense, moe=moe), update)
-    _show(json.dumps(result, indent=2) if config.json else to_rich(bench.table(result)))
+    if config.json:
+        print(json.dumps(result, indent=2))
+    else:
+        _show(to_rich(bench.table(result)))
 
 
 def run_report(config: measuring.ReportConfig) -> None:

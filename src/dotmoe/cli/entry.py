@@ -13,12 +13,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType
 
 from dotmoe import __version__
 from dotmoe.cli.help import overview
 from dotmoe.cli.table import COMMANDS
 from dotmoe.common.errors import Interrupted, RankError, UserError, nearest, one_line
+from dotmoe.common.interrupts import interrupts_kept
 
 
 def main() -> None:
@@ -34,10 +34,10 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status instead of exiting."""
-    signal.signal(signal.SIGTERM, _stop)
     name = arguments[0] if arguments else "--help"
     try:
-        _dispatch(name, arguments[1:])
+        with interrupts_kept():
+            _dispatch(name, arguments[1:])
     except UserError as error:
         _fail(str(error), only_here=isinstance(error, RankError))
         return error.exit_code
@@ -75,7 +75,7 @@ def _dispatch(name: str, words: Sequence[str]) -> None:
 def _run_command(name: str, words: Sequence[str]) -> None:
     from dotmoe.cli.arguments import as_typed, config_of
 
-    handler, said = logging.StreamHandler(), dict[str, logging.LogRecord]()
+    handler, said = _ToStandardError(), dict[str, logging.LogRecord]()
     # A command may load a model three times, but warns of it once.
     handler.addFilter(lambda record: said.setdefault(record.getMessage(), record) is record)
     logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler])
@@ -91,14 +91,18 @@ def _run_command(name: str, words: Sequence[str]) -> None:
         raise
 
 
+class _ToStandardError(logging.Handler):
+    """Prints to what standard error is then: a progress bar puts lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        print(self.format(record), file=sys.stderr)
+
+
 def _fail(message: str, *, only_here: bool = False) -> None:
     """Print an error; only rank zero prints one that all ranks of torchrun know of."""
     if only_here or os.environ.get("RANK", "0") == "0":
         print(f"dotmoe: error: {one_line(message)}", file=sys.stderr, flush=True)
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise Interrupted(signum, "SIGTERM stopped it. What is finished is kept")
 
 
 def message_of(error: Exception) -> str | None:

@@ -84,8 +84,8 @@ def shown_quickstart(result: Values) -> RenderableType:
     """What `dotmoe quickstart` prints when it finishes, from `quickstart.json`."""
     models = {
         "dense": result["dense"],
-        "dotmoe, start": result["dotmoe_start"],
-        "dotmoe, repaired": result["dotmoe"],
+        "frozen": result["dotmoe_start"],
+        "repaired": result["dotmoe"],
         _STATIC: result["static_pruning"],
     }
     paragraphs = [

@@ -11,6 +11,8 @@ from rich import progress
 from rich.console import Console
 from rich.text import Text
 
+from dotmoe.common.interrupts import raise_pending
+
 
 class Update(Protocol):
     """A function that moves a progress bar."""
@@ -32,6 +34,7 @@ class Progress:
 
     def log(self, text: str) -> None:
         """Print one line."""
+        raise_pending()
         self.console.print(Text(text))
 
     @contextmanager
@@ -47,7 +50,9 @@ class Progress:
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
+            progress.TextColumn("passed,"),
             progress.TimeRemainingColumn(),
+            progress.TextColumn("left"),
             progress.TextColumn("{task.fields[note]}", markup=False),
         )
         is_shown, next_line = self.console.is_terminal, -math.inf
@@ -63,6 +68,7 @@ class Progress:
 
             def update(done: int, total: int, note: str = "") -> None:
                 nonlocal next_line
+                raise_pending()
                 if done < task.completed:  # a new count begins, such as that of the next model
                     bars.reset(number)
                     next_line = -math.inf

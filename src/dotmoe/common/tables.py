@@ -1,11 +1,15 @@
 """Tables of formatted text for a terminal, Markdown and the report; number formats."""
 
 import math
+import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -48,8 +52,51 @@ def to_rich(table: Table) -> RichTable:
             Text(column), justify="left" if index < table.words else "right", overflow="fold"
         )
     for row in table.rows:
-        rich.add_row(*(Text("-" if cell is None else cell) for cell in row))
+        cells = ["-" if cell is None else cell for cell in row]
+        rich.add_row(*(Name(cell) if "/" in cell else Text(cell) for cell in cells))
     return rich
+
+
+class Name:
+    """A path or hub name in a cell, broken after slashes where the column is narrow."""
+
+    def __init__(self, text: str) -> None:
+        self.parts = re.findall(r"[^/]*/|[^/]+", text)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lines of whole parts, as wide as the column."""
+        lines = _filled(self.parts, options.max_width, "")
+        yield Text("\n".join(lines), overflow="fold")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """From the longest part to the whole."""
+        return Measurement(max(map(len, self.parts)), sum(map(len, self.parts)))
+
+
+class ShellCommand:
+    """A command to copy, broken between its words by backslashes where it is too wide."""
+
+    def __init__(self, label: str, words: Sequence[str]) -> None:
+        self.label, self.words = label, [shlex.quote(word) for word in words]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The label, and the command beside it."""
+        room = options.max_width - len(self.label) - len(" \\")
+        lines = _filled(self.words, room, " ")
+        below = " \\\n" + " " * len(self.label)
+        yield Text(self.label + below.join(lines), no_wrap=True, overflow="ignore")
+
+
+def _filled(parts: Sequence[str], width: int, between: str) -> list[str]:
+    """Parts joined to lines no wider than this, if no part is."""
+    lines = list(parts[:1])
+    for part in parts[1:]:
+        longer = lines[-1] + between + part
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
 
 
 def to_markdown(table: Table) -> str:

@@ -1,6 +1,7 @@
 """Text that models generate: continuations of prompts, or answers to them, side by side."""
 
 from collections.abc import Sequence
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.common.tables import Table
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import StockModel, by_side, sides_of
+
+_INDENT = "    "
 
 
 def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
@@ -95,6 +98,8 @@ def shown_texts(result: Values) -> list[Table | str]:
     """The first prompts, and how each model continues them."""
     lines: list[Table | str] = []
     for index, prompt in enumerate(result["model"]["prompts"][:4]):
-        lines.append(f"--- {prompt!r}")
-        lines += [f"{side['name']}: {side['texts'][index]!r}" for side in sides_of(result)]
+        lines.append(f"prompt:\n{indent(prompt.strip(), _INDENT)}\n")
+        for side in sides_of(result):
+            text = indent(side["texts"][index].strip(), _INDENT)
+            lines.append(f"continued by {side['name']}:\n{text}\n")
     return lines

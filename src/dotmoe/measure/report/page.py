@@ -2,7 +2,6 @@
 
 import base64
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from dotmoe.common.files import read_json
-from dotmoe.common.tables import to_markdown, to_rich, without_html
+from dotmoe.common.tables import ShellCommand, to_markdown, to_rich, without_html
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.sections import Blocks, in_short, overview, sections
@@ -79,10 +78,10 @@ def summary(run: Path) -> RenderableType:
     """What `dotmoe convert` and `dotmoe finetune` print when they finish."""
     results = RunResults(run)
     said, table = _shown(results)["first"]
-    return Group(to_rich(table), Text("\n".join(["", said, *_what_next(results)])))
+    return Group(to_rich(table), Text(f"\n{said}"), *_what_next(results))
 
 
-def _what_next(results: RunResults) -> list[str]:
+def _what_next(results: RunResults) -> list[RenderableType]:
     """Where the results are, and the commands that come next."""
     run, record, export = results.folder, results.export, results.folder / STAGES["export"]
     settings = export / "tokenizer_config.json"
@@ -99,9 +98,8 @@ def _what_next(results: RunResults) -> list[str]:
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
     notes = f" (with {len(record.notes)} notes for serving)" if record.notes else ""
     return [
-        "The files hold all experts: what is saved is work, not disk or memory.",
-        "",
-        f"checkpoint  {export}",
-        f"report      {run / STAGES['report'] / 'report.html'}{notes}",
-        *(f"{name:<12}{shlex.join(words)}" for name, words in commands.items()),
+        Text("The files hold all experts: what is saved is work, not disk or memory.\n"),
+        Text(f"checkpoint  {export}"),
+        Text(f"report      {run / STAGES['report'] / 'report.html'}{notes}"),
+        *(ShellCommand(f"{name:<12}", words) for name, words in commands.items()),
     ]

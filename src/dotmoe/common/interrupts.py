@@ -1,0 +1,74 @@
+"""SIGINT and SIGTERM that are not lost: what swallowed the exception does not keep a command going.
+
+Python swallows an exception that is raised in a destructor, and a library may catch all. So a
+handler also records its signal. A destructor's is sent again; any is raised again by
+`raise_pending`, which progress bars call, and at the end of the command.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer, current_thread, main_thread
+from types import FrameType
+from typing import Any
+
+from dotmoe.common.errors import Interrupted
+
+_AGAIN_S = 0.05
+_pending = list[int]()
+
+
+def raise_pending() -> None:
+    """Raise what a signal raised before, if that was swallowed; nothing while it is on its way.
+
+    As signals do, it raises in the main thread alone.
+    """
+    is_on_its_way = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+    if _pending and not is_on_its_way and current_thread() is main_thread():
+        raise _interrupt(_pending[-1])
+
+
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Within this context, SIGINT and SIGTERM raise KeyboardInterrupt until it leaves the context.
+
+    SIGINT stays ignored if it is, as in a background process of a shell.
+    """
+    timers = list[Timer]()
+
+    def swallowed(event: Any) -> None:
+        if not _pending or not isinstance(event.exc_value, KeyboardInterrupt):
+            before_hook(event)
+            return
+        timers.append(Timer(_AGAIN_S, os.kill, (os.getpid(), _pending[-1])))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    before_hook, sys.unraisablehook = sys.unraisablehook, swallowed
+    before = signal.getsignal(signal.SIGINT)
+    _pending.clear()
+    signal.signal(signal.SIGTERM, _handle)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _handle)
+    try:
+        yield
+        raise_pending()
+    finally:
+        for timer in timers:
+            timer.cancel()
+        sys.unraisablehook = before_hook
+        signal.signal(signal.SIGINT, before)
+        _pending.clear()
+
+
+def _handle(signum: int, frame: FrameType | None) -> None:
+    _pending.append(signum)
+    raise _interrupt(signum)
+
+
+def _interrupt(signum: int) -> KeyboardInterrupt:
+    if signum == signal.SIGTERM:
+        return Interrupted(signum, "SIGTERM stopped it. What is finished is kept")
+    return KeyboardInterrupt()
