@@ -14,7 +14,7 @@ import torch
 
 from dotmoe import finetune
 from dotmoe.cli import COMMANDS
-from dotmoe.cli.arguments import config_of
+from dotmoe.cli.arguments import _CONFIGS, command_options, config_of
 from dotmoe.cli.entry import message_of
 from dotmoe.common.errors import UserError
 from dotmoe.export.architectures import FORMATS
@@ -22,9 +22,12 @@ from dotmoe.export.choice import formats_like
 from dotmoe.export.llama_cpp import Runtime
 from dotmoe.measure.evaluate.harness import require_harness
 from dotmoe.measure.inspection.planner import ACCELERATORS
+from dotmoe.method.config import AlignConfig, RepairConfig
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.baselines.contract import optimal_assignment
+from dotmoe.rivals.config import BaselineConfig
 from dotmoe.rivals.pruning import PRUNING
+from dotmoe.run.config import recipe
 from runs import refusal
 
 WITH_LORA = ("RUN", "OUT", "--train", "lora")
@@ -177,3 +180,142 @@ def test_help_says_where_each_format_runs(command):
     for name, form in FORMATS.items():
         editable = "can be edited" if form.active_experts_editable else "is fixed"
         assert f"{name}: runs in {', '.join(form.servers)}; k {editable}." in said
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fills_the_terminal_and_breaks_at_words_alone(name, columns, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    unbroken = command(name, "--help-all").out.split()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    short, full = command(name, "--help").out, command(name, "--help-all").out
+    assert full.split() == unbroken
+    assert max(map(len, full.splitlines())) <= columns
+    if COMMANDS[name].common:
+        starts = [line for line in short.splitlines() if line.startswith("  --")]
+        assert {*starts} - {line for line in starts if "--help-all" in line} <= {*full.splitlines()}
+    assert not re.search(r"\{None\}|STR\b|FLOAT\b|INT\b", full)
+
+
+def test_help_is_a_command_too(command):
+    assert command("help").out == command("--help").out
+    assert command("help", "bench").out == command("bench", "--help").out
+    assert "unknown command foo" in command("help", "foo").refusal()
+    assert "unknown command convrt" in command("convrt").refusal()
+
+
+def test_every_option_of_a_table_of_needs_exists_and_help_tells_what_it_needs(command):
+    for name in COMMANDS:
+        text = " ".join(command(name, "--help-all").out.split())
+        options = {option.name for option in command_options(name)}
+        for need in getattr(_CONFIGS[name], "needs", ()):
+            assert {*need.options} <= options
+            assert text.count(f"Only with {need.needs}.") >= len(need.options)
+
+
+WITHOUT_EFFECT = [
+    "convert M OUT --method random_split --steps 100",
+    "convert M OUT --router-steps 3",
+    "convert M OUT --split-router ridge",
+    "convert M OUT --method static_pruning --router-steps 3",
+    "convert M OUT --lte-steps 100",
+    "convert M OUT --method cmoe --lte-steps 7",
+    "convert M OUT --no-repair --repair-epochs 2",
+    "convert M OUT --no-repair --repair-tokens 100",
+    "convert M OUT --start random --calibration-tokens 9",
+    "convert M OUT --start random --ridge 0.1",
+    "convert M OUT --method cmoe --start random",
+    "convert M OUT --method cmoe --solver sinkhorn",
+    "convert M OUT --solver sinkhorn",
+    "convert M OUT --tau-end 0.2",
+    "convert M OUT --targets attention --active 0.25",
+    "convert M OUT --checkpoint-every 9",
+    "convert M OUT --data a.txt --data-seed 1",
+    "inspect M --targets both --finetune-steps 9",
+    "inspect M --lr 0.1",
+    "compare M OUT --methods cmoe --lte-steps 9",
+    "compare M OUT --methods cmoe --mask-steps 9",
+    "compare M OUT --methods cmoe --start random",
+    "compare M OUT --steps 9",
+    "compare M OUT --lr 0.1",
+    "compare M OUT --finetune-recipe sft",
+    "compare M OUT --seeds 1 2 --seed 3",
+    "finetune RUN OUT --lora-rank 8",
+    "finetune RUN OUT --data a.txt --data-seed 1",
+    "evaluate M --text a.txt --tokenizer other",
+    "evaluate M --generate 3 --prompts a --window 64",
+    "evaluate M --generate 3 --prompts a --protocol gptq",
+    "evaluate M --generate 3 --prompts a --max-tokens 64",
+    "evaluate M --generate 3 --prompts a --batch-size 2",
+    "evaluate M --text a.txt --temperature 1",
+    "evaluate M --text a.txt --shots 1",
+    "bench A.gguf B.gguf --dtype float32",
+    "bench A B --batch-sizes --decode-steps 3",
+    "export RUN OUT --format mixtral --gguf-type f16",
+]
+
+
+@pytest.mark.parametrize("line", WITHOUT_EFFECT)
+def test_an_option_without_effect_is_refused(line):
+    name, *words = line.split()
+    option = [word for word in words if word.startswith("--")][-1]
+    with pytest.raises(UserError, match=f"^{option} .* or leave {option} out\\.$"):
+        config_of(name, words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "convert M OUT --method random_split --router-steps 3 --lr 0.1",
+        "convert M OUT --steps 3 --lr 0.1 --solver sinkhorn --checkpoint-every 2",
+        "convert M OUT --recipe paper --method cmoe",
+        "convert M OUT --recipe paper --lr 0.1 --tau-end 0.2",
+        "convert M OUT --start random --solver sinkhorn",
+        "convert M OUT --method cmoe --ridge 0.1",
+        "convert M OUT --method lte --lte-steps 3",
+        "convert M OUT --data dolmino --data-seed 1",
+        "compare M OUT --methods all --lte-steps 9 --mask-steps 9 --start random",
+        "finetune RUN OUT --train lora --lora-rank 8",
+        "evaluate M.gguf --text a.txt --tokenizer other",
+        "evaluate M --text a.txt --generate 3 --prompts a --window 64",
+        "bench A B.gguf --dtype float32",
+        "convert --data a.txt MODEL OUT",
+        "convert --data a.txt b.txt -- MODEL OUT",
+    ],
+)
+def test_an_option_with_an_effect_is_taken(line):
+    name, *words = line.split()
+    assert config_of(name, words)
+
+
+def test_python_refuses_options_without_effect_as_the_command_line_does():
+    refused = {
+        "--lte-steps": {"baseline": BaselineConfig(lte_steps=7)},
+        "--repair-epochs": {"repair": False, "repairing": RepairConfig(repair_epochs=1)},
+        "--steps": {"method": "cmoe", "align": AlignConfig(steps=7)},
+    }
+    for option, changes in refused.items():
+        assert refusal(lambda changes=changes: recipe(**changes)).startswith(option)
+    assert recipe("paper", method="cmoe").calibrate.start == "random"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("convert M OUT --format glm", "glm4_moe"),
+        ("convert M OUT --format gguf", "dotmoe export RUN"),
+        ("convert M OUT --active 2", r"--active is 2\.0, but it must be at most 1\.$"),
+        ("convert M OUT --expert_size x", "--expert-size is 'x', but it must be a whole number"),
+        ("convert M OUT --steps", "--steps has no value"),
+        ("convert M OUT --no-repair=1", "takes no value"),
+        ("inspect M A B", "B is one word too many"),
+    ],
+)
+def test_a_wrong_word_is_refused_before_any_model_or_text_is_read(line, words, command):
+    assert re.search(words, command(*line.split()).refusal())
+
+
+def test_a_device_that_is_not_there_says_what_is(command, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = command("inspect", "embedded", "--device", "cuda:63").refusal()
+    assert "No GPU with CUDA is found here. Choose cpu" in said

@@ -43,7 +43,7 @@ def _show(*parts: Any) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 10_000
     for part in parts:
-        console.print(part, overflow="ignore", crop=False)
+        console.print(part, crop=False)  # a path may be wider than the terminal
 
 
 def run_quickstart(config: running.QuickstartConfig) -> None:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dotmoe.common.files import Values, write_json
 from dotmoe.common.progress import Progress
-from dotmoe.common.tables import to_rich
+from dotmoe.common.tables import to_rich, whole_line
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import evaluate
 from dotmoe.measure.report import RIVALS
@@ -97,9 +97,12 @@ def shown_quickstart(result: Values) -> RenderableType:
         paragraphs.append(f"prompt:\n{indent(sample['prompt'].strip(), '    ')}")
         for name in ("dense", "dotmoe"):
             paragraphs.append(f"continued by {name}:\n{indent(sample[name].strip(), '    ')}")
-    paragraphs.append(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
     table = overview(models, result["parameters"])
-    return Group(to_rich(table), Text("\n" + "\n\n".join(paragraphs)))
+    return Group(
+        to_rich(table),
+        Text("\n" + "\n\n".join(paragraphs) + "\n"),
+        whole_line(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}"),
+    )
 
 
 def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:

@@ -84,7 +84,12 @@ class ShellCommand:
         room = options.max_width - len(self.label) - len(" \\")
         lines = _filled(self.words, room, " ")
         below = " \\\n" + " " * len(self.label)
-        yield Text(self.label + below.join(lines), no_wrap=True, overflow="ignore")
+        yield whole_line(self.label + below.join(lines))
+
+
+def whole_line(text: str) -> Text:
+    """Text that is not broken where the terminal is narrow, such as a path to copy."""
+    return Text(text, no_wrap=True, overflow="ignore")
 
 
 def _filled(parts: Sequence[str], width: int, between: str) -> list[str]:

@@ -10,7 +10,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from dotmoe.common.files import read_json
-from dotmoe.common.tables import ShellCommand, to_markdown, to_rich, without_html
+from dotmoe.common.tables import (
+    ShellCommand,
+    to_markdown,
+    to_rich,
+    whole_line,
+    without_html,
+)
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.sections import Blocks, in_short, overview, sections
@@ -99,7 +105,7 @@ def _what_next(results: RunResults) -> list[RenderableType]:
     notes = f" (with {len(record.notes)} notes for serving)" if record.notes else ""
     return [
         Text("The files hold all experts: what is saved is work, not disk or memory.\n"),
-        Text(f"checkpoint  {export}"),
-        Text(f"report      {run / STAGES['report'] / 'report.html'}{notes}"),
+        whole_line(f"checkpoint  {export}"),
+        whole_line(f"report      {run / STAGES['report'] / 'report.html'}{notes}"),
         *(ShellCommand(f"{name:<12}", words) for name, words in commands.items()),
     ]
