@@ -175,7 +175,7 @@ def test_a_chat_template_asks_as_the_harness_does_and_is_recorded(
         assert task["identity"]["chat_answer"] == (1024 if chat else None)
         assert any("up to 128 tokens" in note for note in task["notes"]) == chat
     refused = command("evaluate", model, **options | {"out": tmp_path / "out-False"}).refusal()
-    assert "another --chat-template (None, not True)" in refused
+    assert "another chat_template (None, not True)" in refused
 
 
 def test_a_group_in_a_group_counts_its_own_questions_and_chance(tiny_dense, tmp_path, monkeypatch):

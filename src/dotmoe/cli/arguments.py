@@ -96,12 +96,12 @@ def settings(cls: type[Config], about: str | None) -> Config:
 def as_typed(message: str, command: str, line: Sequence[str]) -> str:
     """A message with the names of options as they are typed: `--seq-len`, not `seq_len`.
 
-    Keys of a JSON file keep their names.
+    Keys of a JSON file and of a config that differs keep their names.
     """
     names = [each.name for each in command_options(command) if not each.is_argument]
     long = "|".join(name for name in names if "_" in name)
     dashed = re.sub(
-        rf"(?<![\w./'\"-])({long})(?![\w./'\"=]*[\w/'\"=])(?! in \S*json)",
+        rf"(?<![\w./'\"-])({long})(?![\w./'\"=]*[\w/'\"=])(?! in \S*json| \()",
         lambda found: "--" + found[0].replace("_", "-"),
         message,
     )

@@ -1,5 +1,6 @@
 """Options of the commands that measure or plan."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -27,7 +28,7 @@ def in_context(
 
 def _has_gguf(name: str) -> bool:
     """Whether a model is a GGUF file, or a folder with one."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # a user's home may be unknown
     return path.suffix == ".gguf" or any(path.glob("*.gguf"))
 
 
@@ -181,7 +182,11 @@ class BenchConfig:
     """Two models, and what to measure with them."""
 
     needs: ClassVar[tuple[Need, ...]] = (
-        Need(("context_tokens", "decode_steps"), "--batch-sizes", lambda asked: asked.batch_sizes),
+        Need(
+            ("context_tokens", "decode_steps"),
+            "--batch-sizes",
+            lambda asked: asked.batch_sizes or not asked.prompt_tokens,  # another error says so
+        ),
         Need(
             ("dtype", "device", "sharding"),
             "checkpoints",
