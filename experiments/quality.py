@@ -24,6 +24,7 @@ from dotmoe.common.files import read_json, write_json
 from dotmoe.common.progress import Progress
 from dotmoe.measure.config import EvaluateConfig, TextConfig
 from dotmoe.measure.evaluate import evaluate
+from dotmoe.measure.evaluate.difference import difference
 from dotmoe.method.config import ExpertsConfig, RepairConfig
 from dotmoe.models.config import LoadConfig
 from dotmoe.run.config import RunConfig
@@ -140,7 +141,8 @@ def closeness(run: Path, settings: Settings, texts: dict[str, tuple[str, ...]]) 
             results[each] if name == "domain" else results[each]["other"]
             for each in ("moe", "dense")
         )
-        found[name] = {"kl": read_json(file)["kl"], "nats_above_dense": moe["loss"] - dense["loss"]}
+        above, _ = difference(moe, dense)
+        found[name] = {"kl": read_json(file)["kl"], "nats_above_dense": above}
     return found
 
 

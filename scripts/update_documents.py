@@ -41,7 +41,7 @@ from dotmoe.cli.quickstart import shown_quickstart
 from dotmoe.common.tables import in_bytes, in_time, percent
 from dotmoe.export.parameters import count_parameters
 from dotmoe.measure.config import InspectConfig
-from dotmoe.measure.evaluate.perplexity import difference
+from dotmoe.measure.evaluate.difference import difference
 from dotmoe.measure.inspection import inspect_model
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity

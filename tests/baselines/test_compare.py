@@ -140,6 +140,29 @@ def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense,
     assert "no.txt" in compare(*methods, to=out / "no", other_text="no.txt").refusal()
 
 
+def test_rows_in_windows_of_another_length_are_not_subtracted(
+    tiny_dense, text_file, heldout_file, out, command
+):
+    """An export with a shared expert loses the sliding window, and with it context."""
+    options = OPTIONS | {"data": text_file, "eval_text": heldout_file, "shared": 1 / 12}
+    model, methods = tiny_dense("phi3", sliding_window=32), ("random_split", "dot_moe")
+    said = command("compare", model, out, methods=methods, **options)
+    assert said.status == 0, said.err
+    rows = {row["run"]: row for row in summary_in(out)["rows"]}
+    ours, rival = rows["dot_moe-untrained"], rows["random_split-ridge"]
+    assert (ours["window"], rival["window"], rows["dense"]["window"]) == (32, 256, 256)
+    shown = table(summary_in(out))
+    cells = {
+        row[0] + (row[1] or ""): dict(zip(shown.columns, row, strict=True)) for row in shown.rows
+    }
+    (cell,) = (each for name, each in cells.items() if name.startswith("dotmoe"))
+    assert (cell["nats above dense"], cell["above the best"]) == (None, None)
+    assert "dot_moe-untrained is measured in windows of 32" in shown.note
+    own = results_in(out / "dot_moe-untrained")
+    assert ours["loss_above_dense"] == own["moe"]["loss"] - own["dense"]["loss"]
+    assert own["dense"]["window"] == 32
+
+
 def test_rows_that_windows_and_seeds_cannot_tell_apart_are_inconclusive():
     """Beside the best: within two errors of windows, beyond them, within those of its seeds."""
     noise, plain = (0.01, -0.01, 0.02, -0.02), {"window": 9, "tokens": 32}

@@ -17,7 +17,12 @@ from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import write_json, write_text
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown
-from dotmoe.measure.evaluate.perplexity import difference, error_over, nats_with_error
+from dotmoe.measure.evaluate.difference import (
+    IncomparableError,
+    difference,
+    error_over,
+    nats_with_error,
+)
 from dotmoe.method.config import AlignConfig, CalibrateConfig, ExpertsConfig
 from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
@@ -89,7 +94,8 @@ def table(summary: dict[str, Any], *, brief: bool = False) -> Table:
     """The table of a comparison, seeds merged into one row; `brief`: what fits 80 columns."""
     rows = over_seeds(summary["rows"])
     dense, *others = rows
-    best = min(others, key=lambda row: row["loss"], default=dense)
+    alike = [row for row in others if row.get("window") == dense.get("window")]
+    best = min(alike, key=lambda row: row["loss"], default=dense)
     columns: dict[str, Callable[[Row], str | None]] = {
         "method": _cell("value"),
         "how": _how,
@@ -121,6 +127,9 @@ def table(summary: dict[str, Any], *, brief: bool = False) -> Table:
     note = f"Other text, perplexity: {', '.join(other)}. " if other else ""
     if "window_losses" in dense:  # not in records of an earlier version
         note += "±: one standard error, over windows and seeds; inconclusive: within two. "
+    for row in others:
+        if row not in alike:
+            note += f"{row['run']} is measured in windows of {row['window']}, its context. "
     failed = summary.get("left_out", {}).items()
     note += " ".join(f"{name} failed: {why.rstrip('.')}." for name, why in failed)
     made = table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
@@ -147,11 +156,14 @@ def _how(row: Row) -> str | None:
 def _above(row: Row, other: Row) -> str | None:
     """How far the loss of a row is above another's, with the error over paired windows and seeds.
 
-    None of the row itself, and of one that failed.
+    None of the row itself, of one that failed, and of one that was measured in other windows.
     """
     if "loss" not in row or row is other:
         return None
-    change, stderr = difference(row, other)
+    try:
+        change, stderr = difference(row, other)
+    except IncomparableError:
+        return None
     if stderr is not None:
         of_seeds = (error_over(each["losses"], [1] * len(each["losses"])) for each in (row, other))
         stderr = math.hypot(stderr, *(error or 0.0 for error in of_seeds))
@@ -297,7 +309,10 @@ def _measure(
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     """Columns of a perplexity result, with its loss above the dense model's."""
-    names = ("perplexity", "loss", "stderr", "window_losses", "bits_per_byte", "tokens", "window")
+    names = (
+        *("perplexity", "loss", "stderr", "window_losses", "bits_per_byte"),
+        *("tokens", "window", "text", "ids_sha256"),
+    )
     row = {name: result[name] for name in names if name in result}  # older results lack some
     if "other" in result:
         row["other_loss"] = result["other"]["loss"]

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from dotmoe.common.files import read_json
 from dotmoe.common.tables import to_markdown, to_rich
+from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.sections import Blocks, in_short, overview, sections
@@ -50,7 +51,8 @@ def html(run: RunResults) -> str:
     """The report as one HTML page that loads nothing."""
     shown, picture = _shown(run), b""
     if is_installed():
-        picture = quality_svg(run.models, run.results["parameters"], run.files.get("curve"))
+        alike = {n: m for n, m in run.models.items() if times_perplexity(m, run.results["dense"])}
+        picture = quality_svg(alike, run.results["parameters"], run.files.get("curve"))
     return _TEMPLATES.get_template("page.html.jinja").render(
         **shown,
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
