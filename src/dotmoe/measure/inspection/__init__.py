@@ -13,7 +13,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.options import check
 from dotmoe.common.tables import in_time
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, format_for
+from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, context_note, format_for
 from dotmoe.export.format import EXPORTED
 from dotmoe.export.llama_cpp import most_active_experts
 from dotmoe.export.transformers_format import TransformersFormat, limits_met
@@ -195,7 +195,9 @@ def _warnings(
     split, widths, traits = sizes.split, sizes.widths, sizes.traits
     of_neurons, served = split.target == "ffn", isinstance(form, str) or form.name != OWN
     size, active = split.expert_size, split.active_experts
-    context = widths.context if isinstance(form, str) else form.context(dense)
+    lowered = ""
+    if not isinstance(form, str):
+        lowered = context_note(dense, sizes.splits, form, sizes.written)
     rope_type = rope_of(dense.config)["rope_type"]
     only_llama = rope_type in ("llama3", "yarn") or traits.output_bias  # not in gguf_glm4moe
     most = most_active_experts(traits, split, widths.layers, 5 if only_llama else 8)
@@ -214,9 +216,7 @@ def _warnings(
         "of it is refused. With larger experts fewer run.": served and active > most,
         f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
         "llama.cpp quantises down_proj in multiples of 32 only.": of_neurons and size % 64 > 0,
-        f"Attention has a window of {context:,} tokens, and no format that holds this split has "
-        f"one: the context is lowered from {widths.context:,} to {context:,}, and exact up to that "
-        "length.": context < widths.context,
+        lowered: bool(lowered),
     }
     return [sentence for sentence, applies in sentences.items() if applies]
 

@@ -99,8 +99,10 @@ def _what_next(results: RunResults) -> list[str]:
     if not results.is_finetuned and targets_of(results.splits) == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
     notes = f" (with {len(record.notes)} notes for serving)" if record.notes else ""
+    lowered = [record.context_lowered] if record.context_lowered else []
     return [
         "The files hold all experts: what is saved is work, not disk or memory.",
+        *lowered,
         "",
         f"checkpoint  {export}",
         f"report      {run / STAGES['report'] / 'report.html'}{notes}",
