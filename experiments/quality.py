@@ -85,6 +85,7 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
         experts=ExpertsConfig(
             expert_size=settings.expert_size,
             active=settings.active,
+            shared=0.0,
             first_dense_layers=settings.first_dense_layers,
         ),
         data=replace(ours.data, data=settings.data, seq_len=settings.seq_len),
@@ -102,7 +103,7 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
 
     own = replace(start.baseline, split_router="ridge")
     shared = replace(start.experts, shared=settings.shared)
-    return {
+    rows = {
         "paper's recipe": replace(
             start,
             calibrate=paper.calibrate,
@@ -120,6 +121,19 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
             for name, epochs in REPAIRS.items()
         },
     }
+    require_different(rows)
+    return rows
+
+
+def require_different(rows: dict[str, RunConfig]) -> None:
+    """Raise a `UserError` if two rows would be one conversion under two names."""
+    names = list(rows)
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            if rows[name] == rows[other]:
+                raise UserError(
+                    f"rows {other!r} and {name!r} would be the same conversion. Change --shared."
+                )
 
 
 def closeness(run: Path, settings: Settings, texts: dict[str, tuple[str, ...]]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError, VerificationError
+from dotmoe.measure.report import RunResults
 from dotmoe.method.config import ExpertsConfig
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.pipeline.compare import points_of, table
 from dotmoe.pipeline.convert import convert
 from dotmoe.rivals.baselines import METHODS
@@ -21,7 +22,7 @@ from dotmoe.rivals.config import BaselineConfig
 from dotmoe.rivals.pruning import PRUNING
 from dotmoe.run.config import CompareConfig, PruneRunConfig
 from dotmoe.text.config import DataConfig
-from runs import TINY_CONVERT
+from runs import TINY_CONVERT, TinyRun
 
 OPTIONS = TINY_CONVERT | {"active_experts": 4}
 del OPTIONS["steps"]
@@ -109,6 +110,34 @@ def test_a_comparison_measures_all_on_the_same_text_and_goes_on(rows_of, out, mo
         os.utime(out / name / "3_extract" / "layout.safetensors", (2e9, 2e9))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     assert rows_of("dot_moe", "random_split", **options) == made
+
+
+def test_the_papers_row_has_no_shared_expert_and_no_start_from_data(rows_of, out, tiny_dense):
+    """Whatever the others have: read from its layout, its config and its report."""
+    rows_of("dot_moe", router_steps=2, shared=1 / 6)
+    shared = {
+        name: bool((layout_in(out / f"dot_moe-{name}").expert_of_neuron_LN == ALWAYS_ON).any())
+        for name in ("untrained", "router", "trained", "paper")
+    }
+    assert shared == {"untrained": True, "router": True, "trained": True, "paper": False}
+    config = json.loads((out / "dot_moe-paper" / "config.json").read_text())
+    assert (config["calibrate"]["start"], config["assignment"]["solver"]) == ("random", "sinkhorn")
+    split = layout_in(out / "dot_moe-paper").granularity
+    assert split.active_fraction == layout_in(out / "dot_moe-trained").granularity.active_fraction
+    names = {name: RunResults(out / f"dot_moe-{name}").name for name in ("paper", "trained")}
+    assert names == {"paper": "DOT-MoE (paper)", "trained": "dotmoe"}
+
+
+@pytest.mark.parametrize("changes", [{"shared": 1 / 6}, {"steps": 0}, {"solver": "newton"}])
+def test_a_report_calls_papers_only_what_the_papers_recipe_made(
+    changes, tiny_dense, text_file, tmp_path
+):
+    papers = {"start": "random", "solver": "sinkhorn", "surrogate": "softmax", "shared": 0.0}
+    options = TINY_CONVERT | {"data": text_file, "steps": 2} | papers
+    for name, given in (("paper", options), ("other", options | changes)):
+        made = TinyRun("convert", tiny_dense("llama"), tmp_path / name, given).made()
+        named = "DOT-MoE (paper)" if name == "paper" else "dotmoe"
+        assert RunResults(made.folder).name == named
 
 
 def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense, tmp_path, out):
@@ -218,7 +247,7 @@ def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
     assert (paper.calibrate.start, paper.assignment.solver) == ("random", "sinkhorn")
     having = {point.value for point in converted if point.config.experts.shared}
     rivals = {"static_pruning", "cmoe", "llama_moe_v2_residual"}
-    assert having == {"dotmoe", "DOT-MoE (paper)"} | rivals
+    assert having == {"dotmoe"} | rivals
 
 
 def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run(

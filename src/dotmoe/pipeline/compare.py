@@ -356,6 +356,7 @@ def _points_of(
                 max_epochs=plain.align.max_epochs,
             )
             changes["paper"] = {
+                "experts": replace(plain.experts, shared=0.0),
                 "calibrate": PAPER.calibrate,
                 "assignment": PAPER.assignment,
                 "align": paper,

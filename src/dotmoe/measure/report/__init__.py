@@ -10,9 +10,11 @@ from pathlib import Path
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import DamagedError, Values, read_json
+from dotmoe.common.options import values_of
 from dotmoe.export.record import ExportRecord
 from dotmoe.measure.evaluate.tasks import of_model
 from dotmoe.method.granularity import from_record
+from dotmoe.run.config import PAPER
 from dotmoe.run.folder import RunFolder
 
 RIVALS = "rivals"
@@ -58,11 +60,22 @@ class RunResults:
         """Whether the exported model was repaired and not finetuned afterwards."""
         self.dense_model = run.model
         """Name of the dense model that every comparison refers to."""
-        is_papers = self.config.get("calibrate", {}).get("start") == "random"
-        ours = "DOT-MoE (paper)" if is_papers else "dotmoe"
+        ours = "DOT-MoE (paper)" if self._is_by_papers_recipe else "dotmoe"
         method = str(self.config.get("method", "dot_moe")).replace("dot_moe", ours)
         self.name = "repaired" if self.is_repaired else "finetuned" if self.is_finetuned else method
         """Name of the exported model in the report."""
+
+    @property
+    def _is_by_papers_recipe(self) -> bool:
+        """Whether the model was aligned from a random start as in the paper, all experts routed."""
+        papers = values_of(PAPER)
+        chosen = (("calibrate", "start"), ("assignment", "solver"), ("align", "surrogate"))
+        is_alike = all(
+            self.config.get(part, {}).get(name) == papers[part][name] for part, name in chosen
+        )
+        first = self.splits[0]
+        is_whole = not first.shared_size and not first.first_dense_layers
+        return is_alike and is_whole and bool(self.results.get("steps"))
 
     @property
     def models(self) -> dict[str, Values]:
