@@ -13,8 +13,8 @@ from rich.text import Text
 from dotmoe.common.files import read_json
 from dotmoe.common.tables import to_markdown, to_rich
 from dotmoe.measure.evaluate.difference import times_perplexity
-from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
+from dotmoe.measure.report.results import RunResults
 from dotmoe.measure.report.sections import Blocks, in_short, overview, sections
 from dotmoe.method.granularity import targets_of
 from dotmoe.run.folder import STAGES
