@@ -170,7 +170,7 @@ def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
 
 
 def test_a_named_gpu_is_planned_for_and_this_machine_is_not_even_measured(monkeypatch):
-    monkeypatch.setattr("dotmoe.measure.inspection.measured_here", None)
+    monkeypatch.setattr("dotmoe.measure.inspection.estimates.measured_here", None)
     found = inspection(llama_3_8b(), gpu="h100", here=None, repair=True)
     one, eight = (each["stages"] for each in found["conversions"])
     shares = {
