@@ -280,6 +280,16 @@ class Stages:
             disk=sum(exported_bytes(self.sizes).values()),
         )
 
+    def _states(self) -> int:
+        """How often affinities and routers are written before any alignment.
+
+        1_calibrate holds them, and 2_align, even without steps; an alignment has a row of its own.
+        A split by another method writes none, unless its router is trained.
+        """
+        if self.config.align.steps:
+            return 1
+        return 2 if self.config.method == "dot_moe" else 0
+
     def _all(self, machine: Accelerator) -> Iterator[tuple[str, Work, Items, int]]:
         """Name, work on one device, memory and bytes written of each stage but the alignment."""
         sizes, config, held = self.sizes, self.config, machine.held
@@ -294,7 +304,7 @@ class Stages:
             memory = calibration_memory(sizes, self.calibration_tokens, held)
             is_ours = config.method == "dot_moe"
             name = "start from data" if is_ours else f"split by {config.method}"
-            yield name, self.calibrate(machine), memory, FLOAT32 * trainables
+            yield name, self.calibrate(machine), memory, FLOAT32 * trainables * self._states()
         units = sizes.widths.layers * sum(split.units for split in sizes.splits)
         yield "extraction", Work(), {}, FLOAT32 * (units + sizes.counts.routers)
         if self.repair_tokens:
