@@ -15,8 +15,9 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.measure.report import RunResults
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.pipeline.compare import points_of, table
+from dotmoe.pipeline.compare import points_of
 from dotmoe.pipeline.convert import convert
+from dotmoe.pipeline.rows import Measured, Row, table
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.config import BaselineConfig
 from dotmoe.rivals.pruning import PRUNING
@@ -190,6 +191,16 @@ def test_rows_in_windows_of_another_length_are_not_subtracted(
     own = results_in(out / "dot_moe-untrained")
     assert ours["loss_above_dense"] == own["moe"]["loss"] - own["dense"]["loss"]
     assert own["dense"]["window"] == 32
+
+
+def test_a_row_is_read_back_as_it_was_written():
+    """Columns without a value are not written; what only a run knows lies flat beside them."""
+    measured = Measured(loss=2.0, tokens=32, window=9, window_losses=[1.0, 3.0])
+    row = Row(run="a", value="cmoe", seed=0, measured=measured, details={"num_experts": 8})
+    record = json.loads(json.dumps(row.to_record()))
+    assert Row.from_record(record) == row
+    assert (record["num_experts"], record["loss"], record["seed"]) == (8, 2.0, 0)
+    assert {"active_std", "other_loss", "stderr"}.isdisjoint(record)
 
 
 def test_rows_that_windows_and_seeds_cannot_tell_apart_are_inconclusive():
