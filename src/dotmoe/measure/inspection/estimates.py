@@ -110,7 +110,9 @@ def inspect_model(
         "choices": choices,
         "plans": plans,
         "chosen": chosen,
-        "unmeasured": [*UNMEASURED, *[SPLIT_LEFT_OUT] * (options.method != "dot_moe")],
+        "unmeasured": [*UNMEASURED]
+        if options.method == "dot_moe"
+        else [*UNMEASURED, SPLIT_LEFT_OUT],
         "warnings": _warnings(dense, sizes, options, form),
         "limits": []
         if isinstance(form, str) or "vLLM" not in form.servers
