@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
-from dotmoe.common.tables import in_bytes
+from dotmoe.common.tables import in_about
 from dotmoe.measure.inspection import chosen_in_time, stored_dtype
 from dotmoe.measure.inspection.tables import render
 from dotmoe.method.config import RepairConfig
@@ -63,7 +63,7 @@ def test_tables_fit_eighty_columns_with_counts_split_sizes_and_every_machine(opt
     assert "dotmoe convert on this CPU" in text
     assert ("--repair-epochs 0" in text) == options.get("repair", False)
     for name in itemised(found):
-        assert in_bytes(sum(found[name].values())) in text
+        assert in_about(sum(found[name].values())) in text
 
 
 def test_the_record_is_json_and_its_totals_are_sums():
