@@ -27,28 +27,30 @@ def text(tmp_path):
 def tokenised(dense, tmp_path, monkeypatch):
     """Runs the stage: the text, its record, and the lines that were printed."""
 
-    def make(*data, eval_text=(), beside=None, seq_len=32, **options):
+    def make(
+        *data, eval_text=(), beside=None, seq_len=32, blocks=30_000, eval_tokens=300, **options
+    ):
         lines, progress = [], Progress(quiet=True)
         monkeypatch.setattr(progress, "log", lines.append)
         config = DataConfig(data=data, seq_len=seq_len, **options)
         require_sources(config, eval_text)
         folder = tmp_path / "0_data"
         folder.mkdir(exist_ok=True)
-        blocks = tokenise(
+        made = tokenise(
             config,
             dense,
             folder,
-            blocks=30_000,
+            blocks=blocks,
             eval_text=eval_text,
-            eval_tokens=300,
+            eval_tokens=eval_tokens,
             progress=progress,
             beside=beside,
         )
         record = json.loads((folder / "data.json").read_text())
         files = {"training.safetensors", "heldout.safetensors", "data.json"}
         assert set(os.listdir(folder)) == files
-        assert torch.equal(Text.load(folder).training.tokens_BT, blocks.training.tokens_BT)
-        return SimpleNamespace(text=blocks, record=record, lines=lines)
+        assert torch.equal(Text.load(folder).training.tokens_BT, made.training.tokens_BT)
+        return SimpleNamespace(text=made, record=record, lines=lines)
 
     return make
 
@@ -88,6 +90,39 @@ def test_text_to_measure_on_that_is_training_text_is_named_so(share, text, token
     note = f"{made.record['overlap']:.2%} of it training text"
     assert made.text.heldout_name == (str(mine), note)
     assert any(line.endswith("is training text: results on it are no test") for line in made.lines)
+
+
+def test_text_that_is_too_short_is_said_on_the_screen_and_in_the_record(
+    text, heldout_file, tokenised, tmp_path
+):
+    rows = [{"text": "seven.."}, {"text": None}, {"text": " "}] * 50
+    short = tmp_path / "short.jsonl"
+    short.write_text("\n".join(map(json.dumps, rows)))
+    made = tokenised(str(short), eval_text=(str(heldout_file),))
+    used = 50 * (1 + len("seven.."))  # a token a byte, and <s>
+    asked = 30_000 * 32
+    assert (made.record["training"]["tokens"], made.record["training"]["asked"]) == (used, asked)
+    assert made.lines[0] == f"training text: up to {asked:,} tokens are read"
+    assert made.text.notes == (
+        f"training text: {used:,} of {asked:,} tokens asked, because the data end there",
+        f"training text: of the rows of {short}, 100 without text were left out, 50 documents used",
+    )
+    assert set(made.text.notes) <= set(made.lines)
+    made = tokenised(text, eval_text=(str(heldout_file),), blocks=2, eval_tokens=256)
+    assert made.text.notes == ()
+    made = tokenised(text, eval_text=(str(short),), blocks=2, eval_tokens=10**6)
+    assert made.text.notes[0].startswith(f"held-out text: {used:,} of 1,000,000 tokens asked")
+
+
+def test_a_part_of_a_mix_that_ran_out_is_said(text, heldout_file, tokenised, tmp_path):
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"text": "seven.."}\n' * 8)
+    data, weights = (text, str(short)), (1.0, 1.0)
+    made = tokenised(*data, eval_text=(str(heldout_file),), data_weights=weights, blocks=8)
+    assert made.record["training"]["tokens"] == 8 * 32
+    assert (
+        made.text.notes[0] == f"training text: {short} ran out, at 25.0% of the tokens, not 50.0%"
+    )
 
 
 def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, heldout_file, tokenised):

@@ -96,6 +96,17 @@ def test_the_cut_at_the_wanted_tokens_is_counted(three, packed):
     assert sum(source["share"] for source in record["sources"]) == pytest.approx(1)
 
 
+def test_rows_without_text_are_no_documents_and_are_counted(tmp_path, packed):
+    texts = ["a", "", None, " \n", "b"]
+    path = write(tmp_path / "a.jsonl", jsonl([{"text": text} for text in texts * 200]))
+    tokens_BT, record = packed(path, seq_len=2)
+    alone = write(tmp_path / "b.jsonl", jsonl([{"text": text} for text in ["a", "b"] * 200]))
+    expected_BT, _ = packed(alone, seq_len=2)
+    assert torch.equal(tokens_BT, expected_BT)
+    (source,) = record["sources"]
+    assert (source["documents"], source["without_text"]) == (400, 600)
+
+
 def test_a_source_that_runs_out_leaves_the_others_in_proportion(tmp_path, packed):
     a, b, c = (
         write(tmp_path / f"{sign}.jsonl", jsonl([{"text": sign * 9}] * count))

@@ -13,7 +13,7 @@ from scipy.stats import sem
 
 from dotmoe.common.errors import UserError
 from dotmoe.measure.config import EvaluateConfig
-from dotmoe.measure.evaluate import programs
+from dotmoe.measure.evaluate import harness, programs
 from dotmoe.measure.evaluate.difference import kept
 from dotmoe.measure.evaluate.harness import chance_of, harness_model, run_tasks
 from dotmoe.measure.evaluate.tasks import (
@@ -30,6 +30,7 @@ from dotmoe.measure.evaluate.tasks import (
     with_error,
 )
 from dotmoe.models.config import LoadConfig
+from runs import refusal
 
 HUB = {"boolq": "aps/super_glue", "piqa": "baber/piqa", "hellaswag": "Rowan/hellaswag"}
 """Data set of each task, as the harness's own definitions name it."""
@@ -434,6 +435,17 @@ def test_written_programs_and_sums_are_scored(tiny_dense, tmp_path, command, mon
     options["out"] = tmp_path / "other"
     said = command("evaluate", tiny_dense("llama"), tasks="gsm8k", **options)  # context 256
     assert (said.status, "Choose another task, or a longer context" in said.err) == (2, True)
+
+
+@pytest.mark.parametrize("definition", ["cruxeval/cruxeval_input", "cruxeval/cruxeval_output"])
+def test_tasks_that_run_programs_without_limits_are_refused(definition, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    row = {"code": "x", "input": "1", "output": "2", "question": "q", "test": "t"}
+    put(tmp_path, "test.jsonl", rows=[row])
+    local = {"a_task": (definition, {"test": tmp_path / "test.jsonl"})}
+    with harness.quiet_harness():
+        message = refusal(harness.loaded_tasks, ["a_task"], local, [])
+    assert message.startswith("a_task is marked by the harness as running programs")
 
 
 HARMFUL = {

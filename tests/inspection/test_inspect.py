@@ -160,6 +160,8 @@ def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
             assert "leading layers" in plan["chosen"][-1]
             found["first_dense_layers"] = measured["first_dense_layers"]
         assert found == measured
+        asked = read_json(run.folder / "0_data" / "data.json")["training"]["asked"]
+        assert plan["run"]["text_tokens"] + of_run["eval_tokens"] == asked
         disk = {row["stage"]: row["disk"] for row in plan["conversions"][0]["stages"]}
         if name == "default":  # affinities and routers, which 2_align holds without steps, too
             states = [run.folder / stage / "state.safetensors" for stage in STATES]

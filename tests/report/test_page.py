@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -216,3 +217,22 @@ def test_a_damaged_file_is_one_line_and_no_page(measured, name, capsys):
             assert page.stat().st_mtime_ns == written
     finally:
         path.write_text(before)
+
+
+def test_text_that_falls_short_and_names_with_html_reach_every_page(finished, tmp_path, command):
+    tag = "<img src=x onerror=alert(1)>"
+    model = shutil.copytree(finished.source, tmp_path / tag)
+    data = tmp_path / f"{tag}.jsonl"
+    data.write_text('{"text": "a short row of text"}\n{"text": null}\n' * 50)
+    made = replace(finished, source=model).at(tmp_path / "run", data=data)
+    done = command(*made.command())
+    assert done.status == 0
+    used = json.loads((made.folder / "0_data/data.json").read_text())["training"]
+    said = f"{used['tokens']:,} of {used['asked']:,} tokens asked, because the data end there"
+    assert f"training text: {said}" in done.err
+    for name in ("5_export/README.md", "7_report/report.md", "7_report/report.html"):
+        text = (made.folder / name).read_text()
+        assert f"Training text: {said}." in text
+        assert "50 without text were left out, 50 documents used" in text
+        assert "&lt;img" in text
+        assert "<img src=x" not in text

@@ -5,6 +5,7 @@ import json
 import shutil
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -93,6 +94,47 @@ def test_a_model_that_changed_since_is_refused(finished, command, tmp_path):
     with (model / "tokenizer.json").open("a") as file:
         file.write(" ")
     assert fingerprint(model) != before, "the tokenizer is part of the model"
+
+
+def test_text_that_changed_since_is_refused(finished, command, tmp_path):
+    """After any stage that is lost, as in a folder, and also where only the end of it changed."""
+    text = tmp_path / "text" / "mine.txt"
+    text.parent.mkdir()
+    original = Path(finished.options["data"]).read_text()
+    text.write_text(original)
+    made = finished.at(tmp_path / "run", data=text.parent).made()
+    copied = made.copied_to(tmp_path / "copied")
+    text.touch()
+    assert command(*copied.command()).status == 0, "another time is no change"
+    for lost in (None, "5_export", "0_data"):
+        if lost:
+            shutil.rmtree(copied.folder / lost, ignore_errors=True)
+        text.write_text(original[:-2] + "!\n")
+        said = command(*copied.command()).refusal()
+        assert f"{copied.folder} was started with other text of that name" in said
+        text.write_text(original)
+        other = text.with_name("other.txt")
+        other.write_text("one more")
+        assert "other text" in command(*copied.command()).refusal()
+        other.unlink()
+    assert command(*copied.command()).status == 0
+    text.unlink()
+    (copied.folder / "6_evaluate/results.json").unlink()
+    done = command(*copied.command())
+    assert (done.status, "files of the text are gone" in done.err) == (0, True)
+
+
+def test_text_may_be_mended_until_it_is_tokenised(finished, command, tmp_path, monkeypatch):
+    monkeypatch.setattr("dotmoe.text.blocks._KEEP_SECONDS", 0)
+    text = tmp_path / "mine.jsonl"
+    lines = Path(finished.options["data"]).read_text().splitlines()
+    rows = [json.dumps({"text": line}) for line in lines if line]
+    text.write_text("\n".join([*rows[:70], "nonsense", *rows[70:]]))
+    run = finished.at(tmp_path / "run", data=text)
+    assert "is not JSON" in command(*run.command()).refusal()
+    assert (run.folder / "manifest.json").exists(), "its tokens are kept"
+    text.write_text("\n".join(rows))
+    assert command(*run.command()).status == 0
 
 
 def test_a_finetune_is_not_taken_up_from_another_run(finished, finetuned, command, tmp_path):

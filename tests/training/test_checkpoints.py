@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from toy_tasks import trained
 
 from dotmoe.common.errors import UserError
@@ -38,6 +40,44 @@ def test_a_damaged_checkpoint_is_refused_and_without_it_the_one_before_is_read(
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000012")
     assert torch.equal(trained(tmp_path).weight, whole.weight)
     assert Checkpoints(tmp_path).newest().name == "step_00000012"
+
+
+class Planted:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def planted_metadata(step, mark):
+    (step / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
+
+
+def planted_values(step, mark):
+    """The metadata say that tensors are pickles, which torch would unpickle."""
+    with (step / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    names = metadata.state_dict_metadata
+    metadata.state_dict_metadata = {name: BytesStorageMetadata() for name in names}
+    (step / "planted").write_bytes(pickle.dumps(Planted(mark)))
+    for index, stored in list(metadata.storage_data.items()):
+        stored.relative_path, stored.offset = "planted", 0
+        stored.length = (step / "planted").stat().st_size
+        metadata.storage_data[type(index)(index.fqn)] = stored
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("plant", [planted_metadata, planted_values])
+def test_a_checkpoint_from_elsewhere_runs_no_code(plant, tmp_path):
+    trained(tmp_path)
+    mark = tmp_path / "mark"
+    plant(tmp_path / "checkpoints" / "step_00000012", mark)
+    with pytest.raises(UserError, match=r"step_00000012 is damaged .* which no checkpoint has"):
+        trained(tmp_path)
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("seconds", [0, 1800])

@@ -90,6 +90,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise DamagedError(f"{path} is not JSON ({one_line(error)})") from error
+    except RecursionError as error:
+        raise DamagedError(f"{path} is too deeply nested") from error
     if not isinstance(values, dict):
         raise DamagedError(f"{path} must hold one JSON object")
     return values

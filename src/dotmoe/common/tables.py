@@ -59,7 +59,13 @@ def to_markdown(table: Table) -> str:
         ["-" if cell is None else cell.replace("|", "\\|") for cell in row] for row in table.rows
     ]
     lines = [f"| {' | '.join(row)} |" for row in [table.columns, rules, *cells]]
-    return "\n\n".join(part for part in (table.title, "\n".join(lines), table.note) if part)
+    parts = (table.title, "\n".join(lines), table.note)
+    return without_html("\n\n".join(part for part in parts if part))
+
+
+def without_html(value: Any) -> str:
+    """Text for Markdown in which no name, such as that of a folder, begins an HTML tag."""
+    return str(value).replace("<", "&lt;")
 
 
 def percent(share: float) -> str:

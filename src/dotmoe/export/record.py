@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 from dotmoe import __version__
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Checksum, checksums, damage_in, read_json, write_json
-from dotmoe.common.tables import Table, figure, to_markdown
+from dotmoe.common.tables import Table, figure, to_markdown, without_html
 from dotmoe.export.format import Conversion, Format
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.granularity import Granularity
@@ -20,7 +20,9 @@ from dotmoe.models.family import TARGETS
 
 RECORD_FILE = "dotmoe.json"
 CARD_FILE = "README.md"
-_TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+_TEMPLATES = jinja2.Environment(
+    undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=without_html
+)
 _TEMPLATES.loader = jinja2.FileSystemLoader(Path(__file__).parent)
 _REMEDY = "Export the run again: dotmoe export RUN OUT."
 _SIZES = (

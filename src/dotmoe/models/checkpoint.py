@@ -30,6 +30,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
 _UNWANTED = ["consolidated*", "*/*[!a]"]  # additional_chat_templates/*.jinja ends in "a"
 _END_BYTES = 1 << 20
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_MOST_LAYERS = 2_000
+"""Far above any model, and still built in seconds."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating-point dtypes by their name in a safetensors header."""
@@ -169,7 +172,21 @@ def stored_config(folder: Path) -> Values:
         is_run = (folder / "manifest.json").is_file()
         what = "is of a dotmoe run, not of a model" if is_run else "names no model_type"
         raise UserError(f"{path} {what}. Name the folder of a model.")
+    require_layers(values, path)
     return values
+
+
+def require_layers(values: Values, path: Path) -> None:
+    """Refuse a config, of a model or of the text model in it, with absurdly many layers."""
+    text = values.get("text_config")
+    for each in (values, text if isinstance(text, dict) else {}):
+        for key in _LAYER_COUNTS:
+            count = each.get(key)
+            if isinstance(count, int) and count > _MOST_LAYERS:
+                raise UserError(
+                    f"{path} has {key} {count:,}, and no model has more than {_MOST_LAYERS:,}. "
+                    "Compare it with the original checkpoint's."
+                )
 
 
 def require_checkpoint(folder: Path) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from dotmoe.common.errors import UserError, one_line, require_package
 from dotmoe.common.files import complete_folder, require_free
 from dotmoe.common.progress import Progress
+from dotmoe.models.gguf_header import require_sound_header
 from dotmoe.models.on_disk import quiet_transformers
 from dotmoe.models.tokenizer import from_parts
 
@@ -49,6 +50,7 @@ class GgufFile:
         if not path.is_file():
             raise UserError(f"{path} does not exist. Name a .gguf file.")
         try:
+            require_sound_header(path)
             self.reader = gguf.GGUFReader(path)
         except Exception as error:
             raise UserError(

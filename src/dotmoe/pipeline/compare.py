@@ -14,7 +14,7 @@ from dotmoe.common.distributed import require_one_process, resolved_device
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import write_json, write_text
 from dotmoe.common.progress import Progress
-from dotmoe.common.tables import to_markdown
+from dotmoe.common.tables import to_markdown, without_html
 from dotmoe.method.config import AlignConfig, CalibrateConfig, ExpertsConfig
 from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
@@ -69,7 +69,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     summary = _measure(config, points_of(config, read), dense, progress)
     summary["other_text"] = list(config.other_text)
     path = Path(config.out) / config.command
-    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
+    protocol = without_html(f"{', '.join(summary['text'])}: {summary['protocol']}\n")
     write_json(path.with_suffix(".json"), summary)
     write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
     return summary

@@ -42,6 +42,7 @@ from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
 from dotmoe.text.blocks import TokenBlocks
+from dotmoe.text.sources import fingerprint_of
 from dotmoe.text.tokenise import OTHER, Text, require_sources, tokenise, write_windows
 from dotmoe.training.folder import OnStep
 
@@ -93,8 +94,8 @@ class Run:
         def start() -> bool:
             work.enter_context(folder.at_work(config))
             is_done = folder.has(last, "evaluate")
+            texts = (*config.eval_text, *self.converted.other_text)
             if not is_done and not folder.has("data"):
-                texts = (*config.eval_text, *self.converted.other_text)
                 require_sources(self.converted.data, texts)
             if source:
                 begun, inputs = source.folder.manifest, source.fingerprints
@@ -103,6 +104,11 @@ class Run:
                 dense = describe_dense(folder.model if folder.exists else config.model)
                 model, revision = config.model, dense.revision
                 inputs = {"model": fingerprint(dense.folder)}
+            text = fingerprint_of((*self.converted.data.data, *texts))
+            if text is None:
+                self.progress.log("files of the text are gone: the tokens of the run are used")
+            else:
+                inputs = {**inputs, "text": text}
             if is_done:
                 folder.require_inputs(inputs)
             else:
@@ -195,12 +201,15 @@ class Run:
             record, exports = ExportRecord.load(exported), {**(earlier or {}), "moe": exported}
             self.texts = perplexity.in_context(self.texts, min(map(context_of, exports.values())))
             results = self.perplexities(dense, exports)
-            note = f"Text: {perplexity.text_names(results['dense'])}."
+            text = f"Text: {perplexity.text_names(results['dense'])}."
+            missing = [f"{said[0].upper()}{said[1:]}." for said in self.text.notes]
+            note = " ".join([text, *missing])
             table = replace(perplexity.perplexity_table(results), note=note)
             write_model_card(exported, record, table)
             return {
                 **results,
                 **measure(),
+                "text_notes": list(self.text.notes),
                 "granularity": to_record(splits_in(layouts)),
                 "parameters": record.parameters,
                 "verification": record.verification_in_short(),

@@ -168,22 +168,31 @@ class RunFolder:
         """Record the config and inputs of the run, or refuse inputs other than the recorded ones.
 
         `model` is the user's name for the dense model, `revision` its commit on the hub; `inputs`
-        are the fingerprints of `model`, and of the `layout` if one is finetuned.
+        are the fingerprints of `model`, of its `text`, and of the `layout` if one is finetuned. A
+        `text` that is left out stays as it is recorded.
         """
+        stages = {}
         if self.exists:
             self.require_inputs(inputs)
-        stages = self.manifest["stages"] if self.exists else {}
+            stages, inputs = self.manifest["stages"], {**self.manifest["inputs"], **inputs}
         values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
         about |= {"revision": revision}
         self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
         write_json(self.path / _CONFIG, values)
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
-        """Refuse a model or layout other than the one that the run was started with."""
+        """Refuse a model, text or layout other than the one that the run was started with."""
         recorded = self.manifest["inputs"]
         if recorded["model"] != inputs["model"]:
             raise UserError(
                 f"{self.path} was started with another model of that name: its files have changed "
+                "since. Restore them, or choose another folder."
+            )
+        is_tokenised = "data" in self.manifest["stages"]  # before, the text may be mended
+        text = inputs.get("text")
+        if is_tokenised and text and recorded.get("text", text) != text:
+            raise UserError(
+                f"{self.path} was started with other text of that name: its files have changed "
                 "since. Restore them, or choose another folder."
             )
         if recorded.get("layout") != inputs.get("layout"):

@@ -25,7 +25,9 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import DamagedError, Values, read_json, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.text.config import DataConfig
-from dotmoe.text.sources import Rendered, cut, local_files, opened, sources_of
+from dotmoe.text.files import Continued, cut
+from dotmoe.text.rows import Rendered
+from dotmoe.text.sources import local_files, opened, sources_of
 
 RUN_TOKENS = 64
 """Length, in tokens, of the runs of held-out text that no training block may contain."""
@@ -288,10 +290,10 @@ def pack_sources(
     with block_writer(path, config.seq_len, job) as writer:
         records = writer.state.get("sources", records)
         last = records[writer.state["last"]] if writer.state else None
-        sources = [
-            (one, tokenised(opened(one["name"], config, tokenizer), tokenizer, one["pieces"]))
-            for one in records
-        ]
+        sources = []
+        for one in records:
+            read = _counted(opened(one["name"], config, tokenizer), one)
+            sources.append((one, tokenised(read, tokenizer, one["pieces"])))
         for record, ids, _ in joined(sources, tokenizer, last):
             excess = max(0, writer.num_tokens + len(ids) - max_tokens)
             record["tokens"] -= excess
@@ -311,6 +313,7 @@ def pack_sources(
         record["share"] = record["tokens"] / writer.num_tokens
     return {
         "tokens": writer.num_tokens,
+        "asked": max_tokens,
         "seq_len": config.seq_len,
         "sources": records,
         "separator": separator_of(tokenizer),
@@ -319,8 +322,17 @@ def pack_sources(
 
 def source_record(name: str, weight: float | None) -> Record:
     """The record of a source before any of it is read."""
-    counts = {"share": 0.0, "tokens": 0, "documents": 0, "pieces": 0, "ran_out": False}
-    return {"name": name, "weight": weight, **counts}
+    counts = {"share": 0.0, "tokens": 0, "documents": 0, "pieces": 0, "without_text": 0}
+    return {"name": name, "weight": weight, **counts, "ran_out": False}
+
+
+def _counted(documents: Iterable[str], record: Record) -> Iterator[str]:
+    """The documents; counts those without text, of all that are read, in the source's record."""
+    record["without_text"] = 0  # what a stopped process counted is read again
+    for document in documents:
+        if not document:
+            record["without_text"] += 1
+        yield document
 
 
 def joined(
@@ -368,7 +380,7 @@ def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterat
     in `Rendered` documents.
     """
     all_pieces = (
-        (piece, number == 0, type(document) is Rendered)
+        (piece, number == 0 and type(document) is not Continued, type(document) is Rendered)
         for document in documents
         for number, piece in enumerate(filter(None, cut(document)))
     )

@@ -19,7 +19,7 @@ class DataConfig:
     the colon); `dolmino` (the paper's mix, from the hub).
     `SOURCE@SPLIT#FIELD` sets the split of a `datasets` source or folder (train) and the field of a
     row that holds the text, or a chat as a list of messages (the first of text, content, page,
-    passage, document, messages)."""
+    passage, document, messages, conversations that says something; else instruction and output)."""
     data_weights: tuple[Annotated[float, above(0)], ...] = ()
     """Mix the sources in these proportions of the tokens: one weight per source, with any sum. A
     source that runs out is not repeated; the others continue in their proportions. Default: read

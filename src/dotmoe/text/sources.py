@@ -1,44 +1,28 @@
 """Sources of text: the names that a user gives, their weights, and streams of their documents."""
 
-import io
-import json
-import logging
 import os
+import platform
 import re
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import pyarrow
-import pyarrow.parquet
+from typing import Any, Literal
 
 from dotmoe.common.errors import UserError, nearest, one_line
+from dotmoe.common.files import sha256_of
 from dotmoe.text.config import DataConfig
-
-logger = logging.getLogger(__name__)
+from dotmoe.text.files import COMPRESSIONS, FORMATS, documents_in, reader_of
+from dotmoe.text.folders import FolderData, data_of_folder, files_below, is_saved
+from dotmoe.text.rows import RowReader
 
 STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
-PIECE_CHARACTERS = 1 << 16
-"""Maximum number of characters that are tokenised at once; longer documents are cut."""
-FIELDS = ("text", "content", "page", "passage", "document", "messages")
-"""Field names tried in a row, in this order, when no text field is given."""
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-FORMATS = f".txt, .md, .json, .jsonl (also with {', '.join(_COMPRESSIONS)}), .parquet"
-"""Files that are read here, in words; `datasets` reads others."""
 _SPLIT = "train"
-"""Split of a source that names none."""
-_SPLITS = {
-    "train": "train|training",
-    "validation": "validation|valid|val|dev",
-    "test": "test|testing|eval|evaluation",
-}
-_CARRIAGE_RETURN = re.compile(r"\r\n?")
+"""Split of a data set that names none."""
+_LARGE_BYTES = 1 << 32
+"""Size of a file that takes some seconds to read."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 DOLMINO, DOLMINO_DATASET = "dolmino", "allenai/dolmino-mix-1124"
@@ -53,12 +37,6 @@ DOLMINO_PERCENT = {
     "math": 20.8,
 }
 """Percentage of the tokens that each configuration of the data set contributes."""
-
-
-class Rendered(str):
-    """A document in which names of control tokens stand for these tokens, such as a chat."""
-
-    __slots__ = ()
 
 
 def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
@@ -108,17 +86,19 @@ def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[s
     path = Path(os.path.expanduser(name))
     if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
         raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
-    rows, files = _RowText(field or None, tokenizer), local_files(source)
-    if config.shuffle_buffer and (files or name in (STDLIB, STDLIB_HELDOUT)):
+    rows = RowReader(source, field or None, tokenizer)
+    data = _local_data(path, split, field)
+    is_read_here = name in (STDLIB, STDLIB_HELDOUT) or (data and not data.by_datasets)
+    if config.shuffle_buffer and is_read_here:
         raise UserError(
             f"{source} is read in its own order: a shuffle_buffer is for data sets of the datasets "
             "library. Leave it out, or shuffle the file."
         )
     if name in (STDLIB, STDLIB_HELDOUT):
         return stdlib_documents("train" if name == STDLIB else "heldout")
-    if files:
-        return _with_text(str(path), files, rows)
-    if os.path.isdir(path):
+    if data and not data.by_datasets:
+        return documents_in(str(path), data.files, rows)
+    if data:
         name = str(path)
     else:
         _require_hub_name(name, path)
@@ -126,22 +106,66 @@ def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[s
     if size is None:  # the files of the mix are sorted by origin
         size = 10_000 if _has_dolmino(config) else 0
     seed = int.from_bytes(sha256(f"{config.data_seed}/0/{source}".encode()).digest()[:4], "little")
-    read = enumerate(_dataset_rows(name, split or _SPLIT, size, seed), start=1)
-    return (rows.text(row, f"row {number} of {name}") for number, row in read)
+    files = data.files if data else []
+    read = enumerate(_dataset_rows(name, files, split or _SPLIT, size, seed), start=1)
+    return (rows.document(row, f"row {number} of {name}") for number, row in read)
 
 
 def local_files(source: str) -> list[Path]:
-    """Files that a source consists of; none for one that is not local, or `datasets` reads.
+    """Files whose change changes the text of a source; none for one that is not local.
 
     Raises `UserError` for a file of an unknown format, or a folder without text.
     """
-    name, split, _ = _split_name(source)
+    name, split, field = _split_name(source)
     path = Path(os.path.expanduser(name))
+    data = _local_data(path, split, field)
+    if data is None:
+        return []
+    return data.files or files_below(path)
+
+
+def fingerprint_of(sources: Iterable[str]) -> str | None:
+    """SHA-256 that identifies what local sources hold; None if the files of one are gone.
+
+    A file of over `_LARGE_BYTES` counts by its size and time of change, `python-stdlib` by the
+    version of Python, and a data set of the hub by its name alone.
+    """
+    lines = list[str]()
+    for source in sources:
+        name, _, _ = _split_name(source)
+        path = Path(os.path.expanduser(name))
+        lines.append(source)
+        if name in (STDLIB, STDLIB_HELDOUT):
+            lines.append(platform.python_version())
+            continue
+        try:
+            files = local_files(source)
+            if not files:
+                _require_hub_name(name, path)
+        except UserError:
+            return None
+        for file in files:
+            inside = file.relative_to(path).as_posix()
+            lines.append(f"{inside} {_content_of(file)}")
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _content_of(file: Path) -> str:
+    stat = file.stat()
+    if stat.st_size > _LARGE_BYTES:
+        return f"{stat.st_size} {stat.st_mtime_ns}"
+    return sha256_of(file)
+
+
+def _local_data(path: Path, split: str, field: str) -> FolderData | None:
+    """The files of a folder or file; None where there is neither."""
     if os.path.isdir(path):
-        return _files_in(path, split)
-    if os.path.isfile(path) and _reader_of(path) is None:
+        return data_of_folder(path, split, field or None)
+    if not os.path.isfile(path):
+        return None
+    if reader_of(path) is None:
         raise UserError(f"{path} is none of {FORMATS}. Convert it to one of them.")
-    return [path] if os.path.isfile(path) else []
+    return FolderData([path], by_datasets=False)
 
 
 def _split_name(source: str) -> tuple[str, str, str]:
@@ -155,7 +179,7 @@ def _split_name(source: str) -> tuple[str, str, str]:
 
 
 def _require_hub_name(name: str, path: Path) -> None:
-    if path.suffix in _COMPRESSIONS or _reader_of(path) or not _HUB_NAME.fullmatch(name):
+    if path.suffix in COMPRESSIONS or reader_of(path) or not _HUB_NAME.fullmatch(name):
         siblings = path.parent.iterdir() if os.path.isdir(path.parent) else ()
         near = nearest(str(path), map(str, siblings))
         raise UserError(f"{name} does not exist.{near} Name an existing file.")
@@ -166,10 +190,12 @@ def _is_there(name: str) -> bool:
     return os.path.exists(os.path.expanduser(name))
 
 
-def _dataset_rows(source: str, split: str, buffer: int, seed: int) -> Iterator[dict[str, Any]]:
+def _dataset_rows(
+    source: str, files: list[Path], split: str, buffer: int, seed: int
+) -> Iterator[dict[str, Any]]:
     """Rows of a data set of the hub or a folder; `datasets` itself tries again where it breaks."""
     try:
-        for row in _stream(source, split, buffer, seed):
+        for row in _stream(source, files, split, buffer, seed):
             yield dict(row)
     except UserError:
         raise
@@ -181,13 +207,17 @@ def _dataset_rows(source: str, split: str, buffer: int, seed: int) -> Iterator[d
         ) from error
 
 
-def _stream(source: str, split: str, buffer: int, seed: int) -> Any:
-    """The `datasets.IterableDataset` of a name or a folder, shuffled if there is a buffer."""
+def _stream(source: str, files: list[Path], split: str, buffer: int, seed: int) -> Any:
+    """The `datasets.IterableDataset` of a name or a folder, shuffled if there is a buffer.
+
+    `files` are those of the folder to read; empty: `datasets` finds them.
+    """
     # Importing datasets takes seconds, and local files do not need it.
     from datasets import load_dataset, load_from_disk
 
     name, _, part = (source, "", "") if _is_there(source) else source.partition(":")
-    if _is_saved(Path(name)):
+    named = {split: [str(path) for path in files]} if files else None
+    if is_saved(Path(name)):
         saved = load_from_disk(name)
         if isinstance(saved, dict):
             if split not in saved:
@@ -195,7 +225,7 @@ def _stream(source: str, split: str, buffer: int, seed: int) -> Any:
             saved = saved[split]
         stream = saved.to_iterable_dataset()
     else:
-        stream = load_dataset(name, part or None, split=split, streaming=True)
+        stream = load_dataset(name, part or None, data_files=named, split=split, streaming=True)
     return stream.shuffle(seed=seed, buffer_size=buffer) if buffer else stream
 
 
@@ -220,208 +250,6 @@ def _parts(name: str) -> list[tuple[str, float]]:
         return [(name, 1.0)]
     whole = sum(DOLMINO_PERCENT.values())
     return [(f"{DOLMINO_DATASET}:{part}", each / whole) for part, each in DOLMINO_PERCENT.items()]
-
-
-# --- files -------------------------------------------------------------------------------------
-
-
-def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of the `datasets` library wrote a folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-
-def _files_in(folder: Path, split: str) -> list[Path]:
-    """Files of text in a folder and those below it, by name; none if `datasets` must read it.
-
-    All have one format, that of most files, .md only where there is no other. `split`, or train if
-    every file is named after a split, selects those whose names contain it; else all are read.
-    Raises `UserError` if none has the split that is asked for.
-    """
-    readme = folder / "README.md"
-    has_configs = readme.is_file() and "\nconfigs:" in readme.read_text(errors="replace")
-    if has_configs or _is_saved(folder):
-        return []
-    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    readers = {name: _reader_of(name) for name in names if "." not in [p[0] for p in name.parts]}
-    if not readers:
-        raise UserError(f"{folder} is an empty folder. Name one with files: {FORMATS}.")
-    readers = {name: reader for name, reader in readers.items() if reader}
-    readers = {name: reader for name, reader in readers.items() if name.suffix != ".md"} or readers
-    if not readers:
-        return []
-    kind = Counter(readers.values()).most_common(1)[0][0]
-    files = [name for name in readers if readers[name] is kind]
-
-    def of(split: str) -> list[Path]:
-        word = re.compile(f"(?<![a-z])({_SPLITS.get(split, re.escape(split))})(?![a-z])")
-        return [name for name in files if word.search(name.as_posix().lower())]
-
-    chosen = of(split or _SPLIT)
-    if split and not chosen:
-        raise UserError(
-            f"{folder} has no file whose name says {split}, but {files[0]} and {len(files) - 1} "
-            "more. Name it without a split, or a file."
-        )
-    if not split and len(set(chain.from_iterable(map(of, _SPLITS)))) < len(files):
-        chosen = []
-    chosen = chosen or files
-    if others := [str(name) for name in readers if name not in files]:
-        _warn_once(f"{folder}: files of another format are not read: {', '.join(others)}")
-    return [folder / name for name in chosen]
-
-
-@lru_cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
-
-
-def _reader_of(path: Path) -> "_Reader | None":
-    plain = path.with_suffix("") if path.suffix.lower() in _COMPRESSIONS else path
-    return _READERS.get(plain.suffix.lower())
-
-
-def _with_text(source: str, files: list[Path], rows: "_RowText") -> Iterator[str]:
-    """Stream the documents of files; raises `UserError` if they hold no text at all."""
-    is_empty = True
-    for path in files:
-        for document in file_documents(path, rows):
-            is_empty = is_empty and not document.strip()
-            yield document
-    if is_empty:
-        raise UserError(f"{source} is empty: it holds no text. Name a source with text in it.")
-
-
-def file_documents(path: Path, rows: "_RowText") -> Iterator[str]:
-    """Stream the documents of one file, whose suffix gives the format.
-
-    Raises `UserError` if it is unreadable, damaged or not text.
-    """
-    read: Any = _reader_of(path)
-    compression = _COMPRESSIONS.get(path.suffix.lower())
-    try:
-        with path.open("rb") as raw:
-            if compression:
-                raw = io.BufferedReader(pyarrow.input_stream(raw, compression=compression), 1 << 20)
-            yield from read(path, raw, rows)
-    except (OSError, UnicodeError, pyarrow.ArrowException) as error:
-        cause = getattr(error, "strerror", None) or one_line(error)[:160].rstrip(".")
-        raise UserError(
-            f"{path} cannot be read ({cause}). Get it again, or correct its suffix."
-        ) from error
-
-
-def cut(text: str) -> Iterator[str]:
-    """Cut text into pieces of at most `PIECE_CHARACTERS`, before lines that start with no blank.
-
-    The pieces joined are `text`. Byte-level tokenizers split at such places too, so the tokens are
-    those of the whole text; a SentencePiece tokenizer may see one more blank there.
-    """
-    start = 0
-    while len(text) - start > PIECE_CHARACTERS:
-        limit = start + PIECE_CHARACTERS
-        line = end = text.rfind("\n", start, limit) + 1
-        while end > start and text[end].isspace():
-            end = text.rfind("\n", start, end - 1) + 1
-        # Before a visible character, else at any line end, else at a blank, else anywhere.
-        places = (end, line, text.rfind(" ", start, limit), limit)
-        end = next(place for place in places if place > start)
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
-class _RowText(NamedTuple):
-    """How a row gives its text: `field`, else the first of `FIELDS` that it has."""
-
-    field: str | None
-    tokenizer: Any
-    """Renders chats; None: they are refused."""
-
-    def text(self, row: dict[str, Any], place: str) -> str:
-        """Text of one row, empty for null; `UserError` if the field is missing or not text."""
-        field = self.field or next((name for name in FIELDS if name in row), None)
-        if field is None or field not in row:
-            wanted = repr(self.field) if self.field else f"any of {', '.join(FIELDS)}"
-            raise UserError(
-                f"{place} has no field {wanted}; it has {', '.join(map(str, row)) or 'none'}. "
-                "Name one: SOURCE#FIELD."
-            )
-        text, place = row[field], f"{field!r} in {place}"
-        if text is None:
-            return ""
-        if isinstance(text, list) and all(isinstance(m, dict) and "role" in m for m in text):
-            text = self._rendered(text, place)
-        if not isinstance(text, str):
-            raise UserError(
-                f"{place} is {type(text).__name__}, not text. Name another field: SOURCE#FIELD."
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair
-            raise UserError(
-                f"{place} is not Unicode text ({one_line(error)}). Repair or remove it."
-            ) from error
-        return type(text)(_CARRIAGE_RETURN.sub("\n", text)) if "\r" in text else text
-
-    def _rendered(self, messages: list[Any], place: str) -> str:
-        """A chat as the model reads it, without the BOS that packing adds."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            why = "the model has no chat template" if self.tokenizer else "text is needed here"
-            raise UserError(
-                f"{place} is a chat, but {why}. Write it as text, or name a field: SOURCE#FIELD."
-            )
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception as error:
-            raise UserError(
-                f"{place} does not suit the model's chat template ({one_line(error)[:160]}). "
-                "Change or remove it."
-            ) from error
-        return Rendered(text.removeprefix(self.tokenizer.bos_token or ""))
-
-
-def _text(_path: Path, file: io.BufferedReader, _rows: _RowText) -> Iterator[str]:
-    """The one document of a file."""
-    yield io.TextIOWrapper(file, encoding="utf-8-sig").read()  # its line ends become \n
-
-
-def _json(path: Path, file: io.BufferedReader, rows: _RowText) -> Iterator[str]:
-    """Documents of a JSON array, which is read whole, or of one object per line."""
-    is_array = file.peek().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    units = [file.read()] if is_array else file
-    for number, unit in enumerate(units, start=1):
-        if not unit.strip():
-            continue
-        place = str(path) if is_array else f"{path} line {number}"
-        try:
-            value = json.loads(unit.decode("utf-8-sig"))
-        except ValueError as error:
-            raise UserError(f"{place} is not JSON in UTF-8 ({error}). Fix it.") from error
-        for row in value if is_array else [value]:
-            if not isinstance(row, dict):
-                raise UserError(f"{place} is not a JSON object. Write one object per line.")
-            yield rows.text(row, place)
-
-
-def _parquet(path: Path, file: io.BufferedReader, rows: _RowText) -> Iterator[str]:
-    table = pyarrow.parquet.ParquetFile(file)
-    wanted = [rows.field] if rows.field else FIELDS
-    # Read only useful columns; without one, read all, so that the error can list their names.
-    columns = [name for name in wanted if name in table.schema_arrow.names] or None
-    batches = table.iter_batches(batch_size=256, columns=columns)
-    read = chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, row in enumerate(read, start=1):
-        yield rows.text(row, f"{path} row {number}")
-
-
-_Reader = Callable[[Path, io.BufferedReader, _RowText], Iterator[str]]
-_READERS: dict[str, _Reader] = {
-    ".txt": _text,
-    ".md": _text,
-    ".json": _json,
-    ".jsonl": _json,
-    ".parquet": _parquet,
-}
 
 
 # --- Python's own library ----------------------------------------------------------------------

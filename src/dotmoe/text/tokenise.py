@@ -23,6 +23,7 @@ OTHER = "other.safetensors"
 """File with blocks of a second text to evaluate on, in the stage's folder."""
 _READ_FOR_ONE = 8
 """Tokens read per token drawn from the text: the first documents alone may share one topic."""
+_TOLD = {"training": "training text", "heldout": "held-out text"}
 HELDOUT_FILES = (_HELDOUT, _RECORD)
 """Files in the stage's folder that hold and describe the held-out text."""
 
@@ -35,15 +36,54 @@ class Text:
     heldout: TokenBlocks
     heldout_name: tuple[str, ...]
     """Name of the held-out text: its files, or a description of where its blocks come from."""
+    notes: tuple[str, ...]
+    """What of the text that was asked for is missing; see `notes_on`."""
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Map what `tokenise` wrote into memory."""
+        record = read_json(folder / _RECORD)
         return cls(
             training=TokenBlocks.load(folder / _TRAINING),
             heldout=TokenBlocks.load(folder / _HELDOUT),
-            heldout_name=tuple(read_json(folder / _RECORD)["heldout_name"]),
+            heldout_name=tuple(record["heldout_name"]),
+            notes=notes_on(record),
         )
+
+
+def notes_on(record: Record) -> tuple[str, ...]:
+    """Sentences on how the texts of a stage's record fall short of what was asked."""
+    notes = list[str]()
+    for key, what in _TOLD.items():
+        if isinstance(packed := record.get(key), dict):
+            notes += _shortfalls(packed, what)
+    return tuple(notes)
+
+
+def _shortfalls(packed: Record, what: str) -> list[str]:
+    """Sentences on one text: too few tokens, too few of a part of a mix, rows without text."""
+    notes = list[str]()
+    tokens, asked = packed["tokens"], packed.get("asked", 0)  # not in older records
+    if tokens < asked:
+        notes.append(f"{what}: {tokens:,} of {asked:,} tokens asked, because the data end there")
+    for source in packed["sources"]:
+        if source["weight"] and source["ran_out"]:
+            given, wanted = f"{source['share']:.1%}", f"{source['weight']:.1%}"
+            notes.append(
+                f"{what}: {source['name']} ran out, at {given} of the tokens, not {wanted}"
+            )
+        if empty := source.get("without_text"):
+            read = f"{empty:,} without text were left out, {source['documents']:,} documents used"
+            notes.append(f"{what}: of the rows of {source['name']}, {read}")
+    return notes
+
+
+def tokens_to_read(trained: int, drawn: int) -> int:
+    """Tokens of training text that a run reads: for steps on `trained` and `drawn` from the whole.
+
+    What is drawn evenly from a text is drawn from more of it.
+    """
+    return max(trained, _READ_FOR_ONE * drawn)
 
 
 def require_sources(data: DataConfig, eval_text: tuple[str, ...]) -> None:
@@ -79,12 +119,14 @@ def tokenise(
     if data.seq_len > dense.widths.context:
         data = replace(data, seq_len=dense.widths.context)
         progress.log(f"seq_len lowered to {data.seq_len}, the context of the model")
-    tokens = max(blocks * data.seq_len, _READ_FOR_ONE * min_tokens)
+    tokens = tokens_to_read(blocks * data.seq_len, min_tokens)
+    progress.log(f"training text: up to {tokens:,} tokens are read")
     training, heldout, whole = (folder / name for name in (_TRAINING, _HELDOUT, "whole"))
     record: Record = {}
     if eval_text:
         name = eval_text
-        record["heldout"] = write_windows(eval_text, data, dense, heldout, eval_tokens, progress)
+        windows = _windows(eval_text, data, dense)
+        record["heldout"] = _packed(windows, dense, heldout, eval_tokens, progress)
     elif beside is not None:
         name = beside.heldout_name
         record["heldout"] = "that of the run that is finetuned"
@@ -115,6 +157,8 @@ def tokenise(
             told = f"{share:.2%} of {', '.join(name)} is training text: results on it are no test"
             progress.log(told)
             name = (*name, f"{share:.2%} of it training text")
+    for note in notes_on(record):
+        progress.log(note)
     write_json(folder / _RECORD, {**record, "heldout_name": name})
     return Text.load(folder)
 
@@ -127,9 +171,16 @@ def write_windows(
     tokens: int,
     progress: Progress,
 ) -> Record:
-    """Write blocks of a text to evaluate on; returns their record and raises as `tokenise` does."""
-    windows = replace(_in_order(data, sources), seq_len=min(2048, dense.widths.context))
-    return _packed(windows, dense, path, tokens, progress)
+    """Write blocks of a second text to evaluate on; returns their record, raises as `tokenise`."""
+    record = _packed(_windows(sources, data, dense), dense, path, tokens, progress)
+    for note in _shortfalls(record, "other text"):
+        progress.log(note)
+    return record
+
+
+def _windows(sources: tuple[str, ...], data: DataConfig, dense: DenseModel) -> DataConfig:
+    """The config of a text to evaluate on."""
+    return replace(_in_order(data, sources), seq_len=min(2048, dense.widths.context))
 
 
 def _packed(

@@ -8,6 +8,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,8 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as checkpoint_metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -118,7 +124,7 @@ class Checkpoints:
             return 0
         try:
             with torch.no_grad():
-                load(dict(tensors), storage_reader=FileSystemReader(newest))
+                load(dict(tensors), storage_reader=_Reader(newest))
         except CheckpointException as error:
             raise UserError(
                 f"{newest} is damaged or does not fit this run "
@@ -130,6 +136,53 @@ class Checkpoints:
     def newest(self) -> Path | None:
         """The newest checkpoint, None if there is none."""
         return max(self.folder.glob("step_*"), default=None)
+
+
+_KNOWN = {
+    (each.__module__, each.__qualname__): each
+    for each in (
+        checkpoint_metadata.Metadata,
+        checkpoint_metadata.MetadataIndex,
+        checkpoint_metadata.StorageMeta,
+        checkpoint_metadata.TensorStorageMetadata,
+        checkpoint_metadata.ChunkStorageMetadata,
+        checkpoint_metadata.TensorProperties,
+        checkpoint_metadata._MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        torch.Size,
+        torch.serialization._get_layout,
+    )
+}
+"""All but dtypes and paths that a checkpoint's metadata name, by module and name."""
+_PATHS = {("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath")}
+
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint whose metadata may come from anyone: it runs no code from them."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> checkpoint_metadata.Metadata:
+        """The metadata; raises `UnpicklingError` for anything that they need not hold."""
+        with self.fs.create_stream(self._get_metadata_path(options.get("rank")), "rb") as file:
+            metadata: checkpoint_metadata.Metadata = _MetadataUnpickler(file).load()
+        metadata.storage_meta = checkpoint_metadata.StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles what `torch.distributed.checkpoint` records about tensors, and nothing else.
+
+    `BytesStorageMetadata` is refused too: torch unpickles what it points to.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of a global name; raises `UnpicklingError` for one that is not known."""
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) in _PATHS:
+            return Path
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        raise pickle.UnpicklingError(f"its metadata name {module}.{name}, which no checkpoint has")
 
 
 def _cause_of(error: CheckpointException) -> BaseException:

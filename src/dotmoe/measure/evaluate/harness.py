@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -67,7 +67,8 @@ def loaded_tasks(
 ) -> dict[str, list[Any]]:
     """The objects that the harness runs for each name: one group, or tasks.
 
-    A `UserError` for an unknown name also proposes `sets`, the names of sets of tasks.
+    A `UserError` for an unknown name also proposes `sets`, the names of sets of tasks; tasks that
+    run programs of models without our limits are refused.
 
     `local` gives, for tasks whose rows come from files, the harness's own definition, in which
     nothing else is changed, and a file for each split. If it is empty, data come from the hub.
@@ -111,9 +112,28 @@ def loaded_tasks(
                 if local:
                     remedy = f"Repair {' and '.join(map(str, local[name][1].values()))}."
                 raise UserError(f"the data of {name} cannot be read ({why}). {remedy}") from error
-            groups = found["groups"]
-            loaded[name] = [groups[name]] if name in groups else list(found["tasks"].values())
+            groups, tasks = found["groups"], found["tasks"].values()
+            _require_limits(name, tasks)
+            loaded[name] = [groups[name]] if name in groups else list(tasks)
         return loaded
+
+
+def _require_limits(name: str, tasks: Iterable[Any]) -> None:
+    """Refuse tasks that run programs that models write, unless `CodeEval` runs them."""
+    for task in tasks:
+        metrics = getattr(task, "_metric_fn_list", {}).values()
+        if getattr(task, "UNSAFE_CODE", False) and not any(map(_runs_by_code_eval, metrics)):
+            raise UserError(
+                f"{name} is marked by the harness as running programs that the model writes, and "
+                "dotmoe runs them within limits for tasks such as HumanEval alone. Leave it out."
+            )
+
+
+def _runs_by_code_eval(metric: Any) -> bool:
+    """Whether a metric is that of `CodeEval`, or a function of a module that loaded it."""
+    owner = getattr(metric, "__self__", metric)  # the harness keeps the `__call__` of a function
+    reached = [owner, *getattr(owner, "__globals__", {}).values()]
+    return any(isinstance(each, CodeEval) for each in reached)
 
 
 def harness_model(folder: Path, config: EvaluateConfig) -> Any:
@@ -181,7 +201,7 @@ def run_tasks(
             task_manager=TaskManager(include_defaults=False),  # tasks are loaded already
             batch_size=model.batch_size,
             apply_chat_template=as_chat,
-            confirm_run_unsafe_code=True,  # by `CodeEval`
+            confirm_run_unsafe_code=True,  # by `CodeEval`: `loaded_tasks` refuses others
         )
     except AssertionError as error:  # the longest answer leaves no room for a question
         raise UserError(f"{one_line(error)} Choose another task, or a longer context.") from error

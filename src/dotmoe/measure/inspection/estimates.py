@@ -99,6 +99,7 @@ def inspect_model(
         "run": {
             "shown": [task for task in trainings if task == "align" or is_asked],
             "tokens": {task: tokens for task, (_, tokens) in trainings.items()},
+            "text_tokens": stages.text_tokens,
             "calibration_tokens": stages.calibration_tokens,
             "repair_tokens": stages.repair_tokens,
             "repair_epochs": options.repairing.repair_epochs,

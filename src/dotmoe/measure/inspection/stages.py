@@ -38,6 +38,7 @@ from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS, repair_tokens
 from dotmoe.method.sparse import whole_is_faster
 from dotmoe.models.load import LARGEST_SHARE
 from dotmoe.run.config import RunConfig, finetune_recipe
+from dotmoe.text.tokenise import tokens_to_read
 
 TOKENS_PER_S = 200_000
 """Tokens that one CPU thread tokenises in a second, measured with SmolLM2's tokenizer."""
@@ -102,6 +103,11 @@ class Stages:
             self.repair_tokens = repair_tokens(config.repairing, sizes.splits, sizes.config)
         self.compares_layers = config.experts.first_dense_layers is None
         """Whether the number of leading dense layers is measured."""
+        self.text_tokens = tokens_to_read(
+            max(1, config.align.steps * config.align.batch_size) * self.seq_len,
+            max(self.calibration_tokens, self.repair_tokens),
+        )
+        """Tokens of training text that are read, if there are so many."""
 
     def repaired(self) -> Iterator[tuple[str, "Stages"]]:
         """Options, and the same conversion with each of the `CHOICES` of fewer tokens."""
@@ -333,8 +339,7 @@ class Stages:
         """Name, work on one device, memory and bytes written of each stage but the alignment."""
         sizes, config, held = self.sizes, self.config, machine.held
         trainables = sizes.affinities + sizes.counts.routers
-        trained = config.align.steps * config.align.batch_size * self.seq_len
-        read = max(trained, self.calibration_tokens, self.repair_tokens) + config.eval_tokens
+        read = self.text_tokens + config.eval_tokens
         yield "tokenise", Work(tokens=read), {}, FLOAT32 * read
         if self.compares_layers:
             memory = calibration_memory(sizes, OUTLIER_TOKENS, held)

@@ -91,7 +91,10 @@ def _stages(record: Values, conversion: Values) -> Table:
     ]
     total, run = in_about(record["disk_total"]), record["run"]
     rows.append(["all, with the dense model", "", _hours(conversion["hours"]), total])
-    tokens = f"start {run['calibration_tokens']:,}, repair {run['repair_tokens']:,} tokens"
+    tokens = (
+        f"text {run['text_tokens']:,}, start {run['calibration_tokens']:,}, "
+        f"repair {run['repair_tokens']:,} tokens"
+    )
     return Table(
         title=f"dotmoe convert on {_machine(conversion)} (estimated; {tokens})",
         columns=("stage", "memory", "time", "disk"),

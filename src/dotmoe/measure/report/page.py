@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from dotmoe.common.files import read_json
-from dotmoe.common.tables import to_markdown, to_rich
+from dotmoe.common.tables import to_markdown, to_rich, without_html
 from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.results import RunResults
@@ -63,7 +63,8 @@ def html(run: RunResults) -> str:
 
 def markdown(run: RunResults) -> str:
     """The report in Markdown: the same sections without the picture."""
-    return _TEMPLATES.get_template("page.md.jinja").render(_shown(run))
+    templates = _TEMPLATES.overlay(finalize=without_html)
+    return templates.get_template("page.md.jinja").render(_shown(run))
 
 
 def _shown(run: RunResults) -> dict[str, Any]:

@@ -112,7 +112,9 @@ def _checks(_: RunResults, results: Values) -> Blocks:
 def _configuration(run: RunResults, _: Values) -> Blocks:
     command, config = "finetune" if run.is_finetuned else "convert", run.folder / "config.json"
     again = ["dotmoe", command, run.source, "AGAIN", "--config", str(config)]
+    missing = [f"{note[0].upper()}{note[1:]}." for note in run.results.get("text_notes", ())]
     return [
+        *(Block("warning", sentence) for sentence in missing),
         "This command repeats the run (its config holds every option, including defaults):",
         Block("command", shlex.join(again)),
         Block("folded", "config.json", json.dumps(run.config, indent=2)),
