@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.files import write_json
 from dotmoe.common.options import ARGUMENT
-from dotmoe.measure.evaluate.perplexity import difference, heldout_perplexity
+from dotmoe.measure.evaluate.difference import difference
+from dotmoe.measure.evaluate.perplexity import heldout_perplexity
 from dotmoe.method.calibrate import RidgeRouter, block_inputs, calibrate, contributions, expert_sums
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout, extract

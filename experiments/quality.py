@@ -23,6 +23,7 @@ from dotmoe.common.options import ARGUMENT
 from dotmoe.common.progress import Progress
 from dotmoe.measure.config import EvaluateConfig, TextConfig
 from dotmoe.measure.evaluate import evaluate
+from dotmoe.measure.evaluate.difference import difference
 from dotmoe.method.config import ExpertsConfig, RepairConfig
 from dotmoe.models.config import LoadConfig
 from dotmoe.run.config import RunConfig
@@ -83,6 +84,7 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
         experts=ExpertsConfig(
             expert_size=settings.expert_size,
             active=settings.active,
+            shared=0.0,
             first_dense_layers=settings.first_dense_layers,
         ),
         data=replace(ours.data, data=settings.data, seq_len=settings.seq_len),
@@ -100,7 +102,7 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
 
     own = replace(start.baseline, split_router="ridge")
     shared = replace(start.experts, shared=settings.shared)
-    return {
+    rows = {
         "paper's recipe": replace(
             start,
             calibrate=paper.calibrate,
@@ -118,6 +120,19 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
             for name, epochs in REPAIRS.items()
         },
     }
+    require_different(rows)
+    return rows
+
+
+def require_different(rows: dict[str, RunConfig]) -> None:
+    """Raise a `UserError` if two rows would be one conversion under two names."""
+    names = list(rows)
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            if rows[name] == rows[other]:
+                raise UserError(
+                    f"rows {other!r} and {name!r} would be the same conversion. Change --shared."
+                )
 
 
 def closeness(run: Path, settings: Settings, texts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -139,7 +154,8 @@ def closeness(run: Path, settings: Settings, texts: dict[str, tuple[str, ...]]) 
             results[each] if name == "domain" else results[each]["other"]
             for each in ("moe", "dense")
         )
-        found[name] = {"kl": read_json(file)["kl"], "nats_above_dense": moe["loss"] - dense["loss"]}
+        above, _ = difference(moe, dense)
+        found[name] = {"kl": read_json(file)["kl"], "nats_above_dense": above}
     return found
 
 

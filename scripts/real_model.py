@@ -27,7 +27,7 @@ from typing import Any
 
 from dotmoe.common.files import read_json, write_json
 from dotmoe.export.record import ExportRecord
-from dotmoe.measure.evaluate.perplexity import difference
+from dotmoe.measure.evaluate.difference import difference
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline.compare import text_tokens
 from dotmoe.run.config import RunConfig

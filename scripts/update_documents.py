@@ -41,13 +41,13 @@ from dotmoe.cli.quickstart import shown_quickstart
 from dotmoe.common.tables import in_bytes, in_time, percent
 from dotmoe.export.parameters import count_parameters
 from dotmoe.measure.config import InspectConfig
-from dotmoe.measure.evaluate.perplexity import difference
+from dotmoe.measure.evaluate.difference import difference
 from dotmoe.measure.inspection import inspect_model
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import family_of, meta_model
-from dotmoe.pipeline import compare
+from dotmoe.pipeline.rows import Row, over_seeds
 from dotmoe.run.config import recipe_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,7 +192,8 @@ def compared(rows: Iterable[Any]) -> list[Any]:
     `dense` row, its perplexity `times` dense and with seeds their `spread`, `other_times` on the
     other text, the tasks' `score`, and its `way`: `pruned`, or router and weights.
     """
-    dense, *rest = (Record(row) for row in compare.over_seeds(rows))
+    merged = over_seeds(map(Row.from_record, rows))
+    dense, *rest = (Record(row.to_record() | {"losses": [*row.losses]}) for row in merged)
     for row in rest:
         row["name"], row["dense"] = row.value.replace("dot_moe", "dotmoe"), dense
         row["score"] = score(row.tasks)

@@ -12,16 +12,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError, VerificationError
+from dotmoe.measure.report import RunResults
 from dotmoe.method.config import ExpertsConfig
-from dotmoe.method.layout import ExpertLayout
-from dotmoe.pipeline.compare import points_of, table
+from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.pipeline.compare import points_of
 from dotmoe.pipeline.convert import convert
+from dotmoe.pipeline.rows import Measured, Row, table
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.config import BaselineConfig
 from dotmoe.rivals.pruning import PRUNING
 from dotmoe.run.config import CompareConfig, PruneRunConfig
 from dotmoe.text.config import DataConfig
-from runs import TINY_CONVERT
+from runs import TINY_CONVERT, TinyRun
 
 TRAINED = {"lr": 1e-2, "batch_size": 2}
 OPTIONS = TINY_CONVERT | {"active_experts": 4}
@@ -113,6 +115,34 @@ def test_a_comparison_measures_all_on_the_same_text_and_goes_on(rows_of, out, mo
     assert rows_of("dot_moe", "random_split", **options) == made
 
 
+def test_the_papers_row_has_no_shared_expert_and_no_start_from_data(rows_of, out, tiny_dense):
+    """Whatever the others have: read from its layout, its config and its report."""
+    rows_of("dot_moe", router_steps=2, shared=1 / 6)
+    shared = {
+        name: bool((layout_in(out / f"dot_moe-{name}").expert_of_neuron_LN == ALWAYS_ON).any())
+        for name in ("untrained", "router", "trained", "paper")
+    }
+    assert shared == {"untrained": True, "router": True, "trained": True, "paper": False}
+    config = json.loads((out / "dot_moe-paper" / "config.json").read_text())
+    assert (config["calibrate"]["start"], config["assignment"]["solver"]) == ("random", "sinkhorn")
+    split = layout_in(out / "dot_moe-paper").granularity
+    assert split.active_fraction == layout_in(out / "dot_moe-trained").granularity.active_fraction
+    names = {name: RunResults(out / f"dot_moe-{name}").name for name in ("paper", "trained")}
+    assert names == {"paper": "DOT-MoE (paper)", "trained": "dotmoe"}
+
+
+@pytest.mark.parametrize("changes", [{"shared": 1 / 6}, {"steps": 0}, {"solver": "newton"}])
+def test_a_report_calls_papers_only_what_the_papers_recipe_made(
+    changes, tiny_dense, text_file, tmp_path
+):
+    papers = {"start": "random", "solver": "sinkhorn", "surrogate": "softmax", "shared": 0.0}
+    options = TINY_CONVERT | {"data": text_file, "steps": 2} | papers
+    for name, given in (("paper", options), ("other", options | changes)):
+        made = TinyRun("convert", tiny_dense("llama"), tmp_path / name, given).made()
+        named = "DOT-MoE (paper)" if name == "paper" else "dotmoe"
+        assert RunResults(made.folder).name == named
+
+
 def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense, tmp_path, out):
     """Masked, projected or as a checkpoint; oracle: the checkpoints in stock Transformers."""
     other, model = tmp_path / "other.txt", tiny_dense("llama")
@@ -140,6 +170,39 @@ def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense,
     assert f"| {math.exp(sum(ridge) / 2):.2f} |" in (out / "compare.md").read_text()
     assert f"Other text, perplexity: {other}." in (out / "compare.md").read_text()
     assert "no.txt" in compare(*methods, to=out / "no", other_text="no.txt").refusal()
+
+
+def test_rows_in_windows_of_another_length_are_not_subtracted(
+    tiny_dense, text_file, heldout_file, out, command
+):
+    """An export with a shared expert loses the sliding window, and with it context."""
+    options = OPTIONS | {"data": text_file, "eval_text": heldout_file, "shared": 1 / 12}
+    model, methods = tiny_dense("phi3", sliding_window=32), ("random_split", "dot_moe")
+    said = command("compare", model, out, methods=methods, **options)
+    assert said.status == 0, said.err
+    rows = {row["run"]: row for row in summary_in(out)["rows"]}
+    ours, rival = rows["dot_moe-untrained"], rows["random_split-ridge"]
+    assert (ours["window"], rival["window"], rows["dense"]["window"]) == (32, 256, 256)
+    shown = table(summary_in(out))
+    cells = {
+        row[0] + (row[1] or ""): dict(zip(shown.columns, row, strict=True)) for row in shown.rows
+    }
+    (cell,) = (each for name, each in cells.items() if name.startswith("dotmoe"))
+    assert (cell["nats above dense"], cell["above the best"]) == (None, None)
+    assert "dot_moe-untrained is measured in windows of 32" in shown.note
+    own = results_in(out / "dot_moe-untrained")
+    assert ours["loss_above_dense"] == own["moe"]["loss"] - own["dense"]["loss"]
+    assert own["dense"]["window"] == 32
+
+
+def test_a_row_is_read_back_as_it_was_written():
+    """Columns without a value are not written; what only a run knows lies flat beside them."""
+    measured = Measured(loss=2.0, tokens=32, window=9, window_losses=[1.0, 3.0])
+    row = Row(run="a", value="cmoe", seed=0, measured=measured, details={"num_experts": 8})
+    record = json.loads(json.dumps(row.to_record()))
+    assert Row.from_record(record) == row
+    assert (record["num_experts"], record["loss"], record["seed"]) == (8, 2.0, 0)
+    assert {"active_std", "other_loss", "stderr"}.isdisjoint(record)
 
 
 def test_rows_that_windows_and_seeds_cannot_tell_apart_are_inconclusive():
@@ -197,7 +260,7 @@ def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
     assert (paper.calibrate.start, paper.assignment.solver) == ("random", "sinkhorn")
     having = {point.value for point in converted if point.config.experts.shared}
     rivals = {"static_pruning", "cmoe", "llama_moe_v2_residual"}
-    assert having == {"dotmoe", "DOT-MoE (paper)"} | rivals
+    assert having == {"dotmoe"} | rivals
 
 
 def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run(

@@ -14,6 +14,7 @@ from scipy.stats import sem
 from dotmoe.common.errors import UserError
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import harness, programs
+from dotmoe.measure.evaluate.difference import kept
 from dotmoe.measure.evaluate.harness import chance_of, harness_model, run_tasks
 from dotmoe.measure.evaluate.tasks import (
     PAPER,
@@ -21,7 +22,6 @@ from dotmoe.measure.evaluate.tasks import (
     TASKS,
     differ,
     is_share,
-    kept,
     local_files,
     mark_main,
     mean_of,

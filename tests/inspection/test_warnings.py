@@ -25,7 +25,11 @@ SLIDING = {"sliding_window": 128}
         (silent(), {}, None),
         (silent(), {"expert_size": 32}, "not a multiple of 64"),
         (silent(MistralConfig, **SLIDING), {}, None),
-        (silent(MistralConfig, **SLIDING), {"shared": 0.0625}, "is lowered from 2,048 to 128"),
+        (
+            silent(MistralConfig, **SLIDING),
+            {"shared": 0.0625},
+            "is lowered from 2,048 to 128. With --shared 0",
+        ),
         (silent(MistralConfig, sliding_window=2_048), {}, None),
         (silent(Qwen2Config, use_sliding_window=False), {}, None),
         (silent(hidden_size=68, **NARROW), {}, "refuses this: The model width is 68, .*of 8 only"),

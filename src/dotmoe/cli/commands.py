@@ -24,10 +24,11 @@ from dotmoe.measure.inspection import inspect_model, stored_dtype
 from dotmoe.measure.inspection.tables import render
 from dotmoe.measure.report import page
 from dotmoe.models.load import dense_config
-from dotmoe.pipeline.compare import compare, table
+from dotmoe.pipeline.compare import compare
 from dotmoe.pipeline.convert import convert
 from dotmoe.pipeline.finetune import finetune
 from dotmoe.pipeline.reexport import reexport
+from dotmoe.pipeline.rows import table
 from dotmoe.pipeline.stages import Conversion
 from dotmoe.run import config as running
 

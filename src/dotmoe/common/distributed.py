@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from dotmoe.common.cgroups import memory_limit
 from dotmoe.common.errors import RankError, UserError, one_line
 
 Result = TypeVar("Result")
@@ -109,10 +110,11 @@ def _products(precision: str) -> Iterator[None]:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of memory: of the GPU, or of this machine for the CPU."""
+    """Bytes of memory: of the GPU; for the CPU of this machine, or of this process's container."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(whole, memory_limit() or whole)
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:

@@ -138,6 +138,14 @@ def in_bytes(amount: float) -> str:
     return f"{amount / 1_024**power:.2f} {'KMGT'[power - 1]}iB"
 
 
+def in_about(amount: float) -> str:
+    """An estimated size in binary units, to two digits or the whole unit: 31 GiB, 1.4 MiB."""
+    exact = in_bytes(amount)
+    number, unit = exact.split(" ")
+    digits = 0 if float(number) >= 10 or unit == "B" else 1
+    return f"{float(number):.{digits}f} {unit}"
+
+
 def in_time(hours: float) -> str:
     """A duration in the unit that keeps its number small: 18 s, 30 min, 12.3 h, 4.2 days."""
     seconds = 3_600 * hours

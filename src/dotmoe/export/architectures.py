@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_names, shared_experts
+from dotmoe.export.format import (
+    Conversion,
+    Feature,
+    Format,
+    Gating,
+    TensorSpec,
+    layer_names,
+    shared_experts,
+)
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.transformers_format import GATES, TransformersFormat, config_of_dense
 from dotmoe.method.granularity import Granularity, Splits, targets_of, to_record
@@ -36,12 +44,12 @@ class _Glm4Moe(TransformersFormat):
 
     name = "glm4_moe"
     supports = (
-        "qkv biases",
-        "query norms: head",
-        "its own head_dim",
-        "partly rotated heads",
-        "a shared expert",
-        "dense layers",
+        Feature.QKV_BIASES,
+        Feature.NORMS_OF_HEADS,
+        Feature.OWN_HEAD_DIM,
+        Feature.PARTLY_ROTATED,
+        Feature.SHARED_EXPERT,
+        Feature.DENSE_LAYERS,
     )
     gating = Gating(score="sigmoid")
     experts_key = "n_routed_experts"
@@ -84,7 +92,7 @@ class _Mixtral(TransformersFormat):
 
     name = "mixtral"
     servers = _EVERYWHERE
-    supports = ("its own head_dim",)
+    supports = (Feature.OWN_HEAD_DIM,)
     supports_window = True
     experts_key = "num_local_experts"
     size_key = "intermediate_size"
@@ -99,8 +107,8 @@ class _Qwen3Moe(TransformersFormat):
 
     name = "qwen3_moe"
     servers: tuple[str, ...] = _EVERYWHERE
-    supports: tuple[str, ...] = ("qkvo biases", "its own head_dim", "dense layers")
-    requires: tuple[str, ...] = ("query norms: head",)
+    supports: tuple[Feature, ...] = (Feature.ALL_BIASES, Feature.OWN_HEAD_DIM, Feature.DENSE_LAYERS)
+    requires: tuple[Feature, ...] = (Feature.NORMS_OF_HEADS,)
     constants: ClassVar = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -118,7 +126,7 @@ class _Qwen35Moe(_Qwen3Moe):
     name = "qwen3_5_moe_text"
     twin_of = "qwen3_5_text"
     servers = ("Transformers",)
-    supports = ("a shared expert",)
+    supports = (Feature.SHARED_EXPERT,)
     requires = ()
     block_error = 8e-3
     constants: ClassVar = {}
@@ -141,7 +149,7 @@ class _GraniteMoe(TransformersFormat):
 
     name = "granitemoe"
     gating = Gating(score="softmax_of_chosen")
-    supports = ("qkvo biases", "multipliers", "a shared expert")
+    supports = (Feature.ALL_BIASES, Feature.MULTIPLIERS, Feature.SHARED_EXPERT)
     experts_key = "num_local_experts"
     size_key = "intermediate_size"
     block_name = stored_block = "block_sparse_moe"
@@ -182,8 +190,8 @@ class _FlexOlmo(TransformersFormat):
     """FlexOlmo, the native twin of OLMo 2; supported by Transformers and vLLM."""
 
     name = "flex_olmo"
-    supports = ("qkvo biases",)
-    requires = ("query norms: full", "norms after attention")
+    supports = (Feature.ALL_BIASES,)
+    requires = (Feature.NORMS_OVER_HEADS, Feature.NORMS_AFTER)
     size_key = "intermediate_size"
     constants: ClassVar = {"norm_topk_prob": True}
 

@@ -31,12 +31,20 @@ def formats_like(name: str) -> Mapping[str, Format]:
 
 
 def format_for(dense: DenseModel, splits: Splits, name: str, dtype: torch.dtype) -> Format:
-    """The format called `name`, or for `auto` and `gguf` the first that can hold the model.
+    """The format called `name`; for `auto` and `gguf` the one that is preferred for a model.
 
-    Of those that can, `auto` and `gguf` take the first with the longest context; `auto` takes
-    dotmoe, which no server runs, only for a model or split that no other format is for.
-    If it cannot hold the model, the error names the formats that can; if none can, `auto` and
-    `gguf` give the reason of a format that holds the model split in another way.
+    `auto` and `gguf` take, in this order of preference:
+
+    1. of the formats that hold the model with these splits, the one with the longest context, and
+       of equal ones the first in `FORMATS`. Format dotmoe, which no server runs by its own code,
+       comes last, and is taken only if no other format is for the model or for what is split;
+    2. if none is taken, a format that would hold the model split in another way: it is refused
+       with its reason, which says what to change;
+    3. else the first of all, which is refused with its reason, too.
+
+    Raises:
+        UserError: All layers stay dense; there is no format of this name; or it does not hold the
+            model with these splits. The message names the formats that do.
     """
     leading, layers = splits[0].first_dense_layers, dense.widths.layers
     if leading >= layers:
@@ -46,15 +54,61 @@ def format_for(dense: DenseModel, splits: Splits, name: str, dtype: torch.dtype)
         )
     forms = formats_like(name)
     refusals = {each: form.unsupported(dense, splits, dtype) for each, form in forms.items()}
-    able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
-    able.sort(key=lambda each: (each == OWN, -forms[each].context(dense)))
+    holding = [form for each, form in forms.items() if refusals[each] is None and form.splits]
+    holding.sort(key=lambda form: (form.name == OWN, -form.context(dense)))
+    if name in forms:
+        chosen = forms[name]
+    else:
+        taken = [form for form in holding if form.name != OWN or _is_for_own(dense, splits, forms)]
+        chosen = taken[0] if taken else _nearly_holding(dense, splits, forms, dtype)
+    if refusal := refusals[chosen.name]:
+        names = ", ".join(form.name for form in holding)
+        raise UserError(f"{refusal} Formats that can hold it: {names}." if names else refusal)
+    return chosen
+
+
+def _is_for_own(dense: DenseModel, splits: Splits, forms: Mapping[str, Format]) -> bool:
+    """Whether no format but dotmoe's own is for experts of heads, or for the model's decoder."""
     has_twin = any(form.twin_of == dense.config.model_type for form in forms.values())
-    may_be_own = targets_of(splits) != "ffn" or (dense.traits.is_own and not has_twin)
-    taken = [each for each in able if each != OWN or may_be_own]
+    return targets_of(splits) != "ffn" or (dense.traits.is_own and not has_twin)
+
+
+def _nearly_holding(
+    dense: DenseModel, splits: Splits, forms: Mapping[str, Format], dtype: torch.dtype
+) -> Format:
+    """The first format that refuses these splits, but holds the model with plain experts of 64."""
     plain = replace(splits[0], expert_size=64, shared_size=0, first_dense_layers=0), *splits[1:]
-    native = [n for n in forms if refusals[n] and not forms[n].unsupported(dense, plain, dtype)]
-    chosen = name if name in forms else [*taken, *native, *forms][0]
-    if refusal := refusals[chosen]:
-        others = f" Formats that can hold it: {', '.join(able)}." if able else ""
-        raise UserError(refusal + others)
-    return forms[chosen]
+    for form in forms.values():
+        if form.unsupported(dense, splits, dtype) and not form.unsupported(dense, plain, dtype):
+            return form
+    return next(iter(forms.values()))
+
+
+def context_note(dense: DenseModel, splits: Splits, form: Format, dtype: torch.dtype) -> str:
+    """A sentence that says that a context is lowered, why, and what keeps it; empty if it stays."""
+    context, whole = form.context(dense), dense.widths.context
+    if context == whole:
+        return ""
+    said = (
+        f"Beyond {context:,} tokens the dense model has a sliding window or scales its queries, "
+        f"which {form.name} does not: the context is lowered from {whole:,} to {context:,}."
+    )
+    if form.name not in FORMATS:  # no GGUF keeps a window
+        return said
+    plain = replace(splits[0], first_dense_layers=0)
+    plain = plain.with_shared(-(plain.shared_size // plain.expert_size))
+    longer = _taken_by_auto(dense, (plain, *splits[1:]), dtype)
+    if longer and longer.context(dense) > context:
+        options = "--shared 0 --first-dense-layers 0 --format auto"
+        return f"{said} With {options} it is {longer.context(dense):,}, as {longer.name}."
+    if not FORMATS[OWN].unsupported(dense, splits, dtype):
+        return f"{said} With --format {OWN} it stays, but few servers run that."
+    return said
+
+
+def _taken_by_auto(dense: DenseModel, splits: Splits, dtype: torch.dtype) -> Format | None:
+    """The format that `auto` takes, None if it takes none."""
+    try:
+        return format_for(dense, splits, "auto", dtype)
+    except UserError:
+        return None

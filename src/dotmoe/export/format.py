@@ -7,6 +7,7 @@ Transformers checkpoints and GGUF files are both subclasses. They write the tens
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,70 @@ EXPORTED = {
 """Dtype written for each stored one: float32 holds float16, whose range is too small for routers
 times 2^-p, exactly; bfloat16 would round it."""
 PROJECTIONS = ("gate", "up", "down")
+
+
+class Feature(StrEnum):
+    """What a format must be able to hold, or a model to have, beyond plain LLaMA; as users read it.
+
+    Those of the decoder come first, then those of the split.
+    """
+
+    QKV_BIASES = "qkv biases"
+    OUTPUT_BIASES = "o biases"
+    ALL_BIASES = "qkvo biases"
+    NORMS_OF_HEADS = "query norms: head"
+    NORMS_OVER_HEADS = "query norms: full"
+    NORMS_AFTER = "norms after attention"
+    MULTIPLIERS = "multipliers"
+    OWN_HEAD_DIM = "its own head_dim"
+    PARTLY_ROTATED = "partly rotated heads"
+    TANH_GELU = "tanh GELU"
+    EXPERTS_OF_HEADS = "experts made of heads"
+    SHARED_EXPERT = "a shared expert"
+    DENSE_LAYERS = "dense layers"
+
+
+BIASES = (Feature.QKV_BIASES, Feature.OUTPUT_BIASES, Feature.ALL_BIASES)
+_BIASES_OF = {
+    (True, False): Feature.QKV_BIASES,
+    (False, True): Feature.OUTPUT_BIASES,
+    (True, True): Feature.ALL_BIASES,
+}
+_NORMS_OF = {"head": Feature.NORMS_OF_HEADS, "full": Feature.NORMS_OVER_HEADS}
+
+
+def features_of_decoder(dense: DenseModel) -> set[Feature]:
+    """Features of a decoder outside its FFNs, besides its rotary embedding and its window."""
+    traits, config = dense.traits, dense.config
+    found = set[Feature]()
+    biases = traits.qkv_bias, traits.output_bias
+    if any(biases):
+        found.add(_BIASES_OF[biases])
+    if traits.qk_norm != "none":
+        found.add(_NORMS_OF[traits.qk_norm])
+    if traits.norms_after:
+        found.add(Feature.NORMS_AFTER)
+    if traits.multipliers != Multipliers():
+        found.add(Feature.MULTIPLIERS)
+    if traits.head_dim != config.hidden_size // config.num_attention_heads:
+        found.add(Feature.OWN_HEAD_DIM)
+    if traits.rotated != 1:
+        found.add(Feature.PARTLY_ROTATED)
+    if traits.activation != SILU.name:
+        found.add(Feature(traits.activation))
+    return found
+
+
+def features_of_split(splits: Splits) -> set[Feature]:
+    """Features of a split beyond experts of neurons in all layers."""
+    found = set[Feature]()
+    if targets_of(splits) != "ffn":
+        found.add(Feature.EXPERTS_OF_HEADS)
+    if splits[0].shared_size:
+        found.add(Feature.SHARED_EXPERT)
+    if splits[0].first_dense_layers:
+        found.add(Feature.DENSE_LAYERS)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,10 +285,10 @@ class Format(ABC):
     name: str
     servers: tuple[str, ...]
     """Software that runs the format without additional code."""
-    supports: tuple[str, ...] = ()
-    """Features named in `unsupported` that the format can represent."""
-    requires: tuple[str, ...] = ()
-    """Features named in `unsupported` that the format requires."""
+    supports: tuple[Feature, ...] = ()
+    """Features that the format can represent."""
+    requires: tuple[Feature, ...] = ()
+    """Features that a model must have, because the format always has them."""
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     """Types of rotary embeddings that the format computes as the dense model does."""
     supports_window: bool = False
@@ -246,26 +311,15 @@ class Format(ABC):
         if (self.twin_of or traits.is_own) and not is_twin:
             kind = config.model_type
             return f"{dense.source} has the decoder of {kind}, which {self.name} cannot hold."
-        biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias
+        present = features_of_split(splits)
+        if not is_twin:  # a twin has the dense model's decoder, whatever that is
+            present |= features_of_decoder(dense)
         rope = rope_of(config)["rope_type"]
-        usual_width = config.hidden_size // config.num_attention_heads
-        of_decoder = {
-            f"{biases} biases": biases,
-            f"query norms: {traits.qk_norm}": traits.qk_norm != "none",
-            "norms after attention": traits.norms_after,
-            "multipliers": traits.multipliers != Multipliers(),
-            "its own head_dim": traits.head_dim != usual_width,
-            "partly rotated heads": traits.rotated != 1,
-            traits.activation: traits.activation != SILU.name,
-            f"rope_type {rope}": rope not in self.rope_types,
-        }
-        features = ({} if is_twin else of_decoder) | {
-            "experts made of heads": targets_of(splits) != "ffn",
-            "a shared expert": splits[0].shared_size,
-            "dense layers": splits[0].first_dense_layers,
-        }
-        present = {name for name, is_present in features.items() if is_present}
-        for name in sorted(present.difference(self.supports, self.requires)):
+        held = {*self.supports, *self.requires}
+        not_held = {str(feature) for feature in present - held}
+        if not is_twin and rope not in self.rope_types:
+            not_held.add(f"rope_type {rope}")
+        for name in sorted(not_held):
             return f"{dense.source} has {name}, which {self.name} cannot hold."
         for name in sorted(set(self.requires) - present):
             return f"{dense.source} has no {name}, which {self.name} requires."
@@ -294,15 +348,11 @@ class Format(ABC):
 
     def notes(self, conversion: Conversion) -> list[str]:
         """What a user of the exported model must know, one sentence each."""
-        context, whole = self.context(conversion.dense), conversion.dense.widths.context
-        note = (
-            f"Beyond {context} tokens the dense model has a sliding window or scales its queries, "
-            f"which {self.name} does not: the context is lowered from {whole} to {context}."
-        )
         left_out = (name.removeprefix("model.") for name in conversion.tensors.left_out)
         others = sorted({name.partition(".")[0] for name in left_out})
-        text_only = f"Text alone: {', '.join(others)} of the checkpoint are left out."
-        return [text_only] * bool(others) + [note] * (context < whole)
+        if not others:
+            return []
+        return [f"Text alone: {', '.join(others)} of the checkpoint are left out."]
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
         """Extra fields of the record that only this format has."""

@@ -22,7 +22,16 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, TensorSpec, shared_experts
+from dotmoe.export.format import (
+    BIASES,
+    BLOCKS,
+    Conversion,
+    Feature,
+    Format,
+    Gating,
+    TensorSpec,
+    shared_experts,
+)
 from dotmoe.export.gguf_file import check_gguf, write_gguf
 from dotmoe.export.llama_cpp import most_active_experts
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
@@ -47,7 +56,9 @@ class GgufFormat(Format):
     active_experts_key = "expert_used_count"
     writes_tied_head = False  # llama.cpp then uses the embedding
     splits = False
-    supports = tuple(each for each in FORMATS["glm4_moe"].supports if "rotated" not in each)
+    supports = tuple(
+        feature for feature in FORMATS["glm4_moe"].supports if feature != Feature.PARTLY_ROTATED
+    )
     rope_types = ("default", "linear", "llama3", "yarn")
     """Types of rotary embeddings whose frequencies do not depend on the text."""
     gating = Gating(score="none")
@@ -235,7 +246,7 @@ class GgufLlama(GgufFormat):
     gating = Gating(only_in="llama.cpp")
     active_experts_editable = True
     num_moe_tensors = 5
-    supports = ("o biases", "qkv biases", "qkvo biases", "its own head_dim")
+    supports = (*BIASES, Feature.OWN_HEAD_DIM)
 
     def notes(self, conversion: Conversion) -> list[str]:
         return [

@@ -76,6 +76,8 @@ class ExportRecord:
     notes: list[str]
     checksums: dict[str, Checksum]
     """Size and SHA-256 of the export's files except record and card."""
+    context_lowered: str = ""
+    """Sentence that says so, if the context is shorter than the dense model's; also in `notes`."""
     dropped_size: int = 0
     """Number of neurons of each split layer that are left out."""
 

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dotmoe.common.files import require_free, save_tensors, write_json
 from dotmoe.common.progress import Update, no_update
-from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec
+from dotmoe.export.format import BIASES, PROJECTIONS, Conversion, Format, TensorSpec
 from dotmoe.export.verify import Reloadable, verify
 from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity, Splits
 from dotmoe.models.checkpoint import DTYPES, INDEX
@@ -155,7 +155,7 @@ class TransformersFormat(Reloadable):
             config[key] = rope[key]
         if self.supports_window:
             config["sliding_window"] = traits.sliding_window
-        if any("biases" in feature for feature in self.supports):
+        if set(BIASES) & {*self.supports}:
             config["attention_bias"] = traits.qkv_bias
         return config
 

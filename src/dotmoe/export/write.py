@@ -13,7 +13,7 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import complete_folder, new_folder
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.worker import WorkerDiedError
-from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, format_for
+from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, context_note, format_for
 from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
 from dotmoe.export.format import EXPORTED, Conversion, require_no_others
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
@@ -56,31 +56,40 @@ def settled_experts(
 ) -> ExpertsConfig:
     """The options with the values that their defaults mean for this model and format name.
 
-    Half of the FFN runs. Where a format can hold it, half of that is always on, and the number of
-    leading dense layers stays open, to be measured on text; elsewhere both are 0, as they are if
-    attention is split. Values that are given stay as they are.
+    Half of the FFN runs. Where a format holds it without a shorter context, half of that is always
+    on, and the number of leading dense layers stays open, to be measured on text; elsewhere both
+    are 0, as they are if attention is split. Values that are given stay as they are.
     """
     if experts.active is None and experts.active_experts is None:
         experts = replace(experts, active=DEFAULT_ACTIVE)
+    first, shared = experts.first_dense_layers, experts.shared
 
     def splits(shared: float, first: int) -> Splits:
         tried = replace(experts, shared=shared, first_dense_layers=first)
         return splits_of(tried, dense.widths.ffn, dense.config.num_attention_heads)
 
-    def holds(shared: float, first: int) -> bool:
+    def context(shared: float, first: int) -> int:
+        """Context of the export, 0 if no format holds it."""
         try:
-            format_for(dense, splits(shared, first), name, dtype)
+            return format_for(dense, splits(shared, first), name, dtype).context(dense)
         except UserError:
-            return False
-        return experts.targets == "ffn"
+            return 0
 
-    first, shared = experts.first_dense_layers, experts.shared
-    if first is None and (dense.widths.layers < LAYERS_PER_DENSE or not holds(shared or 0, 1)):
-        first = 0
+    def is_free(shared: float, first: int, *, without: tuple[float, int]) -> bool:
+        """Whether a format holds this, with a context as long as without it."""
+        kept = context(shared, first)
+        return experts.targets == "ffn" and kept > 0 and kept >= context(*without)
+
+    if first is None:
+        given = shared or 0.0
+        is_short = dense.widths.layers < LAYERS_PER_DENSE
+        if is_short or not is_free(given, 1, without=(given, 0)):
+            first = 0
     if shared is None:
-        plain = splits(0, first or 0)[0]
+        leading = first or 0
+        plain = splits(0.0, leading)[0]
         half = plain.active_experts // 2 / plain.num_experts
-        shared = half if holds(half, first or 0) else 0.0
+        shared = half if is_free(half, leading, without=(0.0, leading)) else 0.0
     return replace(experts, shared=shared, first_dense_layers=first)
 
 
@@ -165,6 +174,8 @@ def export(
             problems += beyond
         except (VerificationError, WorkerDiedError) as error:
             problems.append(str(error).replace(str(folder), str(unverified)))
+        if lowered := context_note(dense, splits_in(layouts), form, dtype):
+            notes.append(lowered)
         record = record_of(
             conversion,
             form,
@@ -175,6 +186,7 @@ def export(
             verification=verification,
             problems=problems,
             notes=[*notes, *form.notes(conversion), *tokenizer_notes(folder)],
+            context_lowered=lowered,
         )
         record.write(folder)
         if problems:

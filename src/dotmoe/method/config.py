@@ -31,10 +31,10 @@ class ExpertsConfig:
     shared: Annotated[float | None, at_least(0), at_most(1)] = None
     """Share of the FFN that runs for every token, as one shared expert. That share of the experts
     is taken from the active ones and merged; at least one active expert must remain. Default: half
-    of the active share, where the exported format can hold it (paper: 0)."""
+    of the active share, where a format holds it with the same context, else 0 (paper: 0)."""
     first_dense_layers: Annotated[int | None, at_least(0)] = None
     """Leading layers that are not split, below the number of layers. Default: measured on the text,
-    for models of 12 layers or more (paper: 0)."""
+    for models of 12 layers or more, where a format holds them with the same context (paper: 0)."""
     targets: Literal["ffn", "attention", "both"] = "ffn"
     """What is split: FFNs into experts of neurons, attention into experts of query heads, or both.
     The expert options above are for experts of neurons."""

@@ -4,20 +4,17 @@ All have the same budget, data and seeds. Each run has its own run folder: an in
 resumes, and a command with more runs than before makes only the new ones.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from dotmoe.common.distributed import require_one_process, resolved_device
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import write_json, write_text
 from dotmoe.common.progress import Progress
-from dotmoe.common.tables import Table, millions, percent, table_of, to_markdown, without_html
-from dotmoe.measure.evaluate.perplexity import difference, error_over, nats_with_error
+from dotmoe.common.tables import to_markdown, without_html
 from dotmoe.method.config import AlignConfig, CalibrateConfig, ExpertsConfig
 from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
@@ -26,17 +23,13 @@ from dotmoe.models.load import describe_dense
 from dotmoe.pipeline.convert import convert, exportable_splits
 from dotmoe.pipeline.finetune import finetune
 from dotmoe.pipeline.prune import budget_of, prune
+from dotmoe.pipeline.rows import Measured, Row, table
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.pruning import PRUNING, require
 from dotmoe.run.config import PAPER, CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.run.folder import RunFolder, provenance
 
-Row = dict[str, Any]
-
 _OWN = "own, not exportable"
-
-MATCHED = 0.01
-"""Largest relative deviation of active parameters from the budget that is called matched."""
 
 _FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
 """What ends one run of a comparison and not the others: no memory (on a GPU a `RuntimeError`), or
@@ -75,123 +68,11 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         read += repair_tokens(config.repairing, exportable_splits(config, dense), dense.config)
     summary = _measure(config, points_of(config, read), dense, progress)
     summary["other_text"] = list(config.other_text)
-    budget = budget_of(config, dense)
-    for row in summary["rows"][1:]:
-        row["over_budget"] = row["parameters"] / budget - 1
     path = Path(config.out) / config.command
     protocol = without_html(f"{', '.join(summary['text'])}: {summary['protocol']}\n")
     write_json(path.with_suffix(".json"), summary)
     write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
     return summary
-
-
-def table(summary: dict[str, Any], *, brief: bool = False) -> Table:
-    """The table of a comparison, seeds merged into one row; `brief`: what fits 80 columns."""
-    rows = over_seeds(summary["rows"])
-    dense, *others = rows
-    best = min(others, key=lambda row: row["loss"], default=dense)
-    columns: dict[str, Callable[[Row], str | None]] = {
-        "method": _cell("value"),
-        "how": _how,
-        "active": _active,
-        "perplexity": _cell("perplexity", "{:.2f}".format),
-        "bits per byte": _cell("bits_per_byte", "{:.3f}".format),
-        "nats above dense": lambda row: _above(row, dense),
-        "above the best": lambda row: _above(row, best),
-        "other text": _cell("other_loss", lambda loss: f"{math.exp(loss):.2f}"),
-        "seeds": spread,
-        "active parameters": _cell("parameters", millions),
-        "stored": _cell("stored", millions),
-        "budget": _cell(
-            "over_budget", lambda x: "matched" if abs(x) <= MATCHED else f"{100 * x:+.0f} %"
-        ),
-        "shared": lambda row: percent(share) if (share := row.get("shared_fraction")) else None,
-        "steps": _cell("steps", "{:,}".format),
-        "tokens": _cell("text_tokens", "{:,}".format),
-        "seconds": _cell("seconds", "{:.0f}".format),
-    }
-    for name in ("other text", "seeds", "budget", "shared"):
-        if not any(map(columns[name], rows)):
-            del columns[name]
-    if brief:
-        names = ("active", "perplexity", "nats above dense", "above the best")
-        decisive = {name: columns[name] for name in names}
-        columns = {"method": lambda row: f"{row['value']}\n{_how(row) or ''}".rstrip()} | decisive
-    other = summary.get("other_text")
-    note = f"Other text, perplexity: {', '.join(other)}. " if other else ""
-    if "window_losses" in dense:  # not in records of an earlier version
-        note += "±: one standard error, over windows and seeds; inconclusive: within two. "
-    failed = summary.get("left_out", {}).items()
-    note += " ".join(f"{name} failed: {why.rstrip('.')}." for name, why in failed)
-    made = table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
-    if brief:
-        broken = [[cell and cell.replace(" (", "\n(") for cell in row] for row in made.rows]
-        headings = [name.replace("above dense", "above\ndense") for name in columns]
-        made = replace(made, columns=headings, rows=broken)
-    return made
-
-
-def _cell(key: str, form: Callable[[Any], str] = str) -> Callable[[Row], str | None]:
-    """A function that formats the value of a key in a row; None if the row has none."""
-    return lambda row: None if row.get(key) is None else form(row[key])
-
-
-def _how(row: Row) -> str | None:
-    """How a row was made: `own router, linear, router and experts trained, repaired`."""
-    kind, comma, rest = row.get("router", "").partition(",")
-    router, trained = f"{kind} router{comma}{rest}" * bool(kind), row.get("trained") or "nothing"
-    words = (router, f"{trained} trained" * (trained != "nothing"), row.get("weights"))
-    return ", ".join(filter(None, words)) or None
-
-
-def _above(row: Row, other: Row) -> str | None:
-    """How far the loss of a row is above another's, with the error over paired windows and seeds.
-
-    None of the row itself, and of one that failed.
-    """
-    if "loss" not in row or row is other:
-        return None
-    change, stderr = difference(row, other)
-    if stderr is not None:
-        of_seeds = (error_over(each["losses"], [1] * len(each["losses"])) for each in (row, other))
-        stderr = math.hypot(stderr, *(error or 0.0 for error in of_seeds))
-    return nats_with_error(change, stderr, "+.3f")
-
-
-def _active(row: Row) -> str | None:
-    """The active share of the neurons, with its standard deviation over tokens if there is one."""
-    share = percent(row["active_fraction"]) if "active_fraction" in row else None
-    return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
-
-
-def over_seeds(rows: Iterable[Row]) -> list[Row]:
-    """Rows with the seeds of a run merged: means, and every seed's `losses` above dense.
-
-    The perplexity is that of the mean loss. Means of counts are rounded.
-    """
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        kind = (row["value"], row.get("router"), row.get("trained"), row.get("weights"))
-        groups.setdefault(kind, []).append(row)
-    merged = []
-    for alike in groups.values():
-        means: Row = {}
-        for name, first in alike[0].items():
-            if isinstance(first, int | float) and name != "seed":
-                mean = fmean(row[name] for row in alike)
-                means[name] = round(mean) if isinstance(first, int) else mean
-        losses = [row["loss_above_dense"] for row in alike]
-        if all("window_losses" in row for row in alike):
-            windows = zip(*(row["window_losses"] for row in alike), strict=True)
-            means["window_losses"] = [fmean(each) for each in windows]
-        merged.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
-    return merged
-
-
-def spread(row: Row) -> str | None:
-    """Range of a row's loss above the dense model over its seeds; None for one seed."""
-    losses = row.get("losses", ())
-    return f"{min(losses):.3f} to {max(losses):.3f}" if losses[1:] else None
 
 
 def points_of(config: CompareConfig, read: int | None = None) -> list[Point]:
@@ -251,7 +132,7 @@ def _measure(
     error if all fail, or if the first ones fail for the same reason.
     """
     require_one_process(f"dotmoe {config.command}")
-    rows, left_out = list[Row](), dict[str, str]()
+    rows, left_out, budget = list[Row](), dict[str, str](), budget_of(config, model)
 
     @contextmanager
     def unless_it_fails(name: str) -> Iterator[None]:
@@ -276,33 +157,41 @@ def _measure(
                 results = convert(point.config, progress).results
             dense = results["dense"]
             if not rows:
-                whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
-                whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
-                rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
-            for row in _rows(point, results, model):
+                rows.append(_dense_row(results["parameters"]["dense"], dense))
+            for made in _rows(point, results, model):
+                row = replace(made, over_budget=_parameters(made) / budget - 1)
                 rows.append(row)
                 if _is_finetuned(config, point.config, row):
-                    tuned = f"{row['run']}-finetuned"
+                    tuned = f"{row.run}-finetuned"
                     with unless_it_fails(tuned):
-                        rows.append(row | _finetune(config, row, tuned, progress))
+                        rows.append(_finetune(config, row, tuned, progress))
     return {
         "origin": "measured",
         "model": config.model,
-        "rows": rows,
+        "rows": [row.to_record() for row in rows],
         "left_out": left_out,
         **{name: dense[name] for name in ("text", "window", "protocol")},
         "provenance": provenance(config.seed),
     }
 
 
-def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
-    """Columns of a perplexity result, with its loss above the dense model's."""
-    names = ("perplexity", "loss", "stderr", "window_losses", "bits_per_byte", "tokens", "window")
-    row = {name: result[name] for name in names if name in result}  # older results lack some
-    if "other" in result:
-        row["other_loss"] = result["other"]["loss"]
-    change, stderr = difference(result, dense)
-    return row | {"loss_above_dense": change, "loss_above_dense_stderr": stderr}
+def _dense_row(parameters: int, result: dict[str, Any]) -> Row:
+    """The row of the dense model, with which all others are compared."""
+    return Row(
+        run="dense",
+        value="dense",
+        active_fraction=1.0,
+        shared_fraction=0.0,
+        parameters=parameters,
+        stored=parameters,
+        measured=Measured.of(result, result),
+    )
+
+
+def _parameters(row: Row) -> int:
+    """Parameters of a row that work on a token, which all made by a run have."""
+    assert row.parameters is not None
+    return row.parameters
 
 
 def _points_of(
@@ -341,6 +230,7 @@ def _points_of(
                 max_epochs=plain.align.max_epochs,
             )
             changes["paper"] = {
+                "experts": replace(plain.experts, shared=0.0),
                 "calibrate": PAPER.calibrate,
                 "assignment": PAPER.assignment,
                 "align": paper,
@@ -371,47 +261,63 @@ def _trained(config: RunConfig) -> str | None:
 
 
 def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[Row]:
-    """Yield the rows of a run: frozen, repaired, and with a router that no export can hold.
-
-    `text_tokens` is how many tokens the run was given; what a stage reads repeatedly counts once.
-    """
-    config, trained, dense = point.config, _trained(point.config), results["dense"]
+    """Yield the rows of a run: frozen, repaired, and with a router that no export can hold."""
+    config, dense = point.config, results["dense"]
     if isinstance(config, PruneRunConfig):
-        row: Row = {"run": point.name, "value": point.value, "trained": trained}
-        row |= results["pruning"] | _measured(results["pruned"], dense)
-        row["steps"] = config.align.steps
-        yield row | {"text_tokens": row["calibration_tokens"]}
+        yield _pruned_row(point, config, results)
         return
     exact, split = results.get("moe_own_router"), from_record(results["granularity"])[0]
     router: str = config.baseline.split_router
     if config.method == "dot_moe":
         router = {"data": "ridge", "random": "random"}[config.calibrate.start]
     folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
-    frozen = {
-        "run": point.name,
-        "value": point.value,
-        **results["granularity"],
-        "active_fraction": split.active_fraction,
-        "shared_fraction": split.shared_size / split.units,
-        "parameters": results["parameters"]["active"],
-        "stored": results["parameters"]["stored"],
-        "steps": results["steps"],
-        "seed": config.seed,
-        "router": router if exact is None else "own, linear",
-        "trained": trained or "nothing",
-        "weights": "frozen",
-        "seconds": folder.seconds(*stages),
-        "text_tokens": text_tokens(config, results["steps"], model),
-        **_measured(results["frozen" if config.repair else "moe"], dense),
-    }
+    read = text_tokens(config, results["steps"], model)
+    frozen = Row(
+        run=point.name,
+        value=point.value,
+        router=router if exact is None else "own, linear",
+        trained=_trained(config) or "nothing",
+        weights="frozen",
+        seed=config.seed,
+        active_fraction=split.active_fraction,
+        shared_fraction=split.shared_size / split.units,
+        parameters=results["parameters"]["active"],
+        stored=results["parameters"]["stored"],
+        steps=results["steps"],
+        text_tokens=read,
+        seconds=folder.seconds(*stages),
+        measured=Measured.of(results["frozen" if config.repair else "moe"], dense),
+        details=results["granularity"],
+    )
     yield frozen
     if config.repair:
-        repaired = {"weights": "repaired", "seconds": folder.seconds(*stages, "repair")}
-        repaired["text_tokens"] = frozen["text_tokens"] + results["repair"]["tokens"]
-        yield frozen | repaired | _measured(results["moe"], dense)
+        yield replace(
+            frozen,
+            weights="repaired",
+            text_tokens=read + results["repair"]["tokens"],
+            seconds=folder.seconds(*stages, "repair"),
+            measured=Measured.of(results["moe"], dense),
+        )
     if exact is not None:
-        own = frozen | _measured(exact, dense) | {"router": _OWN}
-        yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
+        own = replace(frozen, router=_OWN, measured=Measured.of(exact, dense))
+        yield _as_active(exact["active"], own, results["parameters"]["dense"])
+
+
+def _pruned_row(point: Point, config: PruneRunConfig, results: dict[str, Any]) -> Row:
+    """The row of a pruned model."""
+    found = results["pruning"]
+    return Row(
+        run=point.name,
+        value=point.value,
+        trained=_trained(config),
+        parameters=found["parameters"],
+        stored=found["stored"],
+        steps=config.align.steps,
+        text_tokens=found["calibration_tokens"],
+        seconds=found["seconds"],
+        measured=Measured.of(results["pruned"], results["dense"]),
+        details={name: found[name] for name in ("calibration_tokens", "plan")},
+    )
 
 
 def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
@@ -423,7 +329,7 @@ def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
 def _is_finetuned(config: CompareConfig, run: RunConfig | PruneRunConfig, row: Row) -> bool:
     """Whether a comparison finetunes a row; only one whose weights and router are an export's."""
     exported = "repaired" if getattr(run, "repair", False) else "frozen"
-    return config.finetune_steps > 0 and row.get("weights") == exported and row["router"] != _OWN
+    return config.finetune_steps > 0 and row.weights == exported and row.router != _OWN
 
 
 def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) -> Row:
@@ -431,28 +337,34 @@ def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) ->
     settings, out = finetune_recipe(config.finetune_recipe), Path(config.out)
     run = replace(
         settings,
-        run=str(out / row["run"]),
+        run=str(out / row.run),
         out=str(out / name),
         data=replace(settings.data, seq_len=config.data.seq_len),
         finetune=replace(settings.finetune, steps=config.finetune_steps),
         export=config.export,
         training=config.training,
         load=config.load,
-        seed=row["seed"],
+        seed=row.seed or 0,
     )
     results = finetune(run, progress).results
-    tuned: Row = {"run": name, "weights": "finetuned", "finetune_tokens": results["tokens"]}
-    tuned["text_tokens"] = row["text_tokens"] + results["tokens"]
-    tuned["steps"] = row["steps"] + results["steps"]
-    tuned["seconds"] = row["seconds"] + (RunFolder(out / name).seconds("finetune") or 0.0)
-    return tuned | _measured(results["moe"], results["dense"])
+    return replace(
+        row,
+        run=name,
+        weights="finetuned",
+        steps=(row.steps or 0) + results["steps"],
+        text_tokens=(row.text_tokens or 0) + results["tokens"],
+        finetune_tokens=results["tokens"],
+        seconds=(row.seconds or 0.0) + (RunFolder(out / name).seconds("finetune") or 0.0),
+        measured=Measured.of(results["moe"], results["dense"]),
+    )
 
 
 def _as_active(active: dict[str, Any], row: Row, dense: int) -> Row:
-    """Active share and parameters if the number of experts that run varies between tokens."""
-    share, rest = active["mean"], 1 - row["active_fraction"]
+    """The row with the active share and parameters that vary between tokens, if they do."""
+    assert row.active_fraction is not None
+    share, rest = active["mean"], 1 - row.active_fraction
     if active["std"] == 0 or rest == 0:
-        return {}
-    ffns = (dense - row["parameters"]) / rest
+        return row
+    ffns = (dense - _parameters(row)) / rest
     parameters = round(dense - (1 - share) * ffns)
-    return {"active_fraction": share, "active_std": active["std"], "parameters": parameters}
+    return replace(row, active_fraction=share, active_std=active["std"], parameters=parameters)

@@ -24,6 +24,7 @@ from dotmoe.common.tables import in_bytes
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.export.write import export
 from dotmoe.measure.evaluate import perplexity
+from dotmoe.measure.evaluate.models import context_of
 from dotmoe.measure.inspection.planner import fitting
 from dotmoe.measure.inspection.sizes import Sizes, Step
 from dotmoe.measure.report.page import html_report
@@ -193,13 +194,15 @@ class Run:
     ) -> None:
         """Measure perplexity of the dense model, the export, and `earlier` exports by name.
 
-        The results also have what `measure` returns and what the export's record contains.
+        The results also have what `measure` returns and what the export's record contains. All are
+        measured in the same windows, which no context of theirs is shorter than.
         """
         exported = self.folder.stage("export")
 
         def measured() -> dict[str, Any]:
-            record = ExportRecord.load(exported)
-            results = self.perplexities(dense, {**(earlier or {}), "moe": exported})
+            record, exports = ExportRecord.load(exported), {**(earlier or {}), "moe": exported}
+            self.texts = perplexity.in_context(self.texts, min(map(context_of, exports.values())))
+            results = self.perplexities(dense, exports)
             text = f"Text: {perplexity.text_names(results['dense'])}."
             missing = [f"{said[0].upper()}{said[1:]}." for said in self.text.notes]
             note = " ".join([text, *missing])

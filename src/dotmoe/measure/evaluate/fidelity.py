@@ -15,8 +15,9 @@ from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.measure.config import EvaluateConfig
+from dotmoe.measure.evaluate.difference import IncomparableError, error_over
 from dotmoe.measure.evaluate.models import dense_model_of, loaded, model_folder
-from dotmoe.measure.evaluate.perplexity import error_over, packed_text, text_names
+from dotmoe.measure.evaluate.perplexity import packed_text, text_names
 from dotmoe.models.family import TARGETS, family_of
 from dotmoe.models.scoring import hidden_states, logits_in_parts
 
@@ -47,6 +48,12 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
                 "was not made from the other. Name the dense model with --against."
             )
     tokens = packed_text(config.corpus, dense.tokenizer).tokens
+    if not torch.equal(tokens, packed_text(config.corpus, other.tokenizer).tokens):
+        raise IncomparableError(
+            f"{config.model} and {against} have tokenizers that cut the text differently, so their "
+            "predictions do not compare. Name the dense model that the other was made from with "
+            "--against."
+        )
     window = config.corpus.window_in(min(dense.context, other.context))
     full = tokens[: tokens.numel() // window * window]
     rows = full.view(-1, window) if len(full) else tokens[None]

@@ -18,7 +18,7 @@ from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.models.checkpoint import EMBEDDED, at_revision, checkpoint_folder, require_checkpoint
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_weights, resolved_dtype
+from dotmoe.models.load import config_of, load_weights, resolved_dtype
 from dotmoe.models.scoring import hidden_states, nats_of
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.run.folder import RunFolder, export_folder
@@ -36,7 +36,7 @@ class StockModel(NamedTuple):
     dtype: str
     """Dtype of the weights in memory."""
     context: int
-    """Number of tokens that the model can see at once."""
+    """Number of tokens that the model, and one beside it, can see at once."""
 
 
 def loaded(folder: Path, load: LoadConfig) -> StockModel:
@@ -47,6 +47,16 @@ def loaded(folder: Path, load: LoadConfig) -> StockModel:
         tokenizer = load_tokenizer(folder, model.config.vocab_size)
     dtype = str(model.dtype).removeprefix("torch.")
     return StockModel(model, tokenizer, dtype, int(model.config.max_position_embeddings))
+
+
+def context_of(path: Path) -> int:
+    """Number of tokens that a model can see at once: of a checkpoint folder, or of a GGUF file."""
+    if path.is_file():
+        from dotmoe.models.from_gguf import GgufFile  # an optional package
+
+        return GgufFile(path).size("context_length")
+    with loading(path):
+        return int(config_of(path).max_position_embeddings)
 
 
 @contextmanager
@@ -109,12 +119,13 @@ def by_side(
     config: EvaluateConfig,
     progress: Progress,
     measure: Callable[[StockModel, Update], Values],
-    measure_gguf: Callable[[Path, Update], Values] | None = None,
+    measure_gguf: Callable[[Path, int, Update], Values] | None = None,
 ) -> Values:
     """Measure each model; results are under `model` and `against`, with its name and dtype.
 
     With `measure_gguf` a GGUF runs in llama.cpp if dotmoe exported it or a tokenizer is named; any
-    other is a dense model for Transformers. Both models are located before any is measured.
+    other is a dense model for Transformers. Both models are located before any is measured, and
+    both are measured within the smaller of their contexts.
     """
     paths = {}
     for label, name in config.names.items():
@@ -122,10 +133,12 @@ def by_side(
         has_tokenizer = file and (config.tokenizer or (file.parent / RECORD_FILE).is_file())
         paths[label] = file if measure_gguf and file and has_tokenizer else model_folder(name)
 
+    context = min(map(context_of, paths.values()))
+
     def measured(path: Path) -> Values:  # the model is freed on return
         if measure_gguf and path.is_file():
-            return {"dtype": "gguf", **measure_gguf(path, update)}
-        stock = loaded(path, config.load)
+            return {"dtype": "gguf", **measure_gguf(path, context, update)}
+        stock = loaded(path, config.load)._replace(context=context)
         return {"dtype": stock.dtype, **measure(stock, update)}
 
     with progress.bar("evaluate", tokens=0 if config.generate else 1) as update:  # 0: prompts

@@ -1,7 +1,8 @@
 """Perplexity of anything that scores tokens, and of an export at several k."""
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,13 @@ from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import ExportRecord, require_checksums
 from dotmoe.measure.config import EvaluateConfig, TextConfig
+from dotmoe.measure.evaluate.difference import (
+    difference,
+    error_over,
+    nats_with_error,
+    scored_in,
+    shown_difference,
+)
 from dotmoe.measure.evaluate.models import (
     StockModel,
     TokenNats,
@@ -52,6 +60,8 @@ class Text(NamedTuple):
     joined: str
     """How documents were joined to one row of tokens: the beginning of the protocol sentence."""
     only_full_windows: bool = False
+    text_sha256: str | None = None
+    """SHA-256 of the text, if it was read as a whole."""
 
 
 def perplexity(
@@ -66,8 +76,10 @@ def perplexity(
     Returns:
         `loss` (mean nats per token), its standard error `stderr` over windows (None if there is one
         window), `window_losses` (mean of each window), `perplexity`, `bits_per_byte` (comparable
-        between tokenizers), and how it was measured. `UserError` for nothing to
-        score, or a loss over 100 or not finite.
+        between tokenizers), and how it was measured; `ids_sha256` is of all token ids.
+
+    Raises:
+        UserError: There is nothing to score, or the loss is over 100 or not finite.
     """
     full, rest = divmod(text.tokens.numel(), window)
     whole = text.tokens[: full * window].view(full, window)
@@ -104,47 +116,13 @@ def perplexity(
         "tokens": scored,
         "unit": "token",
         "text": list(text.names),
+        "text_sha256": text.text_sha256,
+        "ids_sha256": _sha256_of(batches),
         "protocol": f"{text.joined} and cut into non-overlapping windows of {window} tokens; the "
         f"first token of each window is not scored; {scored:,} tokens scored; mean taken over "
         f"tokens, standard error over {len(windows)} window{'s' * (len(windows) > 1)}{few}.",
     }
-    return result | {"stderr": error_over(windows, _scored_in(result))}
-
-
-def error_over(values: Sequence[float], weights: Sequence[float]) -> float | None:
-    """Standard error of the weighted mean of independent values; None for fewer than two."""
-    number, total = len(values), sum(weights)
-    if number < 2:
-        return None
-    mean = sum(v * w for v, w in zip(values, weights, strict=True)) / total
-    squares = sum((w * (v - mean)) ** 2 for v, w in zip(values, weights, strict=True))
-    return math.sqrt(number / (number - 1) * squares) / total
-
-
-def difference(result: Values, other: Values) -> tuple[float, float | None]:
-    """How far a loss is above another, in nats, and the standard error over paired windows.
-
-    The error is None if not the same windows were scored, or by a version that did not keep them.
-    """
-    ours, theirs = (each.get("window_losses", ()) for each in (result, other))
-    change, counts = result["loss"] - other["loss"], _scored_in(result)
-    if counts != _scored_in(other):
-        return change, None
-    return change, error_over([a - b for a, b in zip(ours, theirs, strict=True)], counts)
-
-
-def _scored_in(result: Values) -> list[int]:
-    """Number of scored tokens in each window: all but the first of a window."""
-    full, others = result["window"] - 1, len(result.get("window_losses", ())) - 1
-    return [full] * others + [result["tokens"] - full * others] * (others >= 0)
-
-
-def nats_with_error(value: float, stderr: float | None, form: str) -> str:
-    """A loss and its standard error; a difference (form `+`) within two errors is inconclusive."""
-    if stderr is None:
-        return f"{value:{form}}"
-    inconclusive = " (inconclusive)" * (form[0] == "+" and abs(value) <= 2 * stderr > 0)
-    return f"{value:{form}} ± {stderr:{form.lstrip('+')}}{inconclusive}"
+    return result | {"stderr": error_over(windows, scored_in(result))}
 
 
 def packed_text(config: TextConfig, tokenizer: Any) -> Text:
@@ -155,12 +133,15 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
     this restores the rows of the data set `wikitext-2-raw-v1` from its file. Each document begins a
     line, as rows do.
     """
-    data = DataConfig(data=config.text)
+    data, digest = DataConfig(data=config.text), hashlib.sha256()
     if config.protocol == "packed":
         joined = f"Documents joined ({separator_of(tokenizer)})"
-        packed = pack(documents(data, tokenizer), tokenizer, config.max_tokens)
-        return Text(*packed, config.text, joined)
-    texts = list(whole(documents(data)))
+        read = _hashed(documents(data, tokenizer), digest)
+        tokens, tokens_per_byte = pack(read, tokenizer, config.max_tokens)
+        is_whole = config.max_tokens is None or len(tokens) < config.max_tokens
+        sha256 = digest.hexdigest() if is_whole else None
+        return Text(tokens, tokens_per_byte, config.text, joined, text_sha256=sha256)
+    texts = list(_hashed(whole(documents(data)), digest))
     lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
     ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())
@@ -168,7 +149,34 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
         raise UserError("the data holds no text. Name sources with text in them.")
     joined = r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
     tokens = torch.tensor(ids[: config.max_tokens], dtype=torch.int32)
-    return Text(tokens, len(ids) / num_bytes, config.text, joined, only_full_windows=True)
+    sha256 = digest.hexdigest() if len(tokens) == len(ids) else None
+    tokens_per_byte = len(ids) / num_bytes
+    return Text(tokens, tokens_per_byte, config.text, joined, True, sha256)
+
+
+def _hashed(documents: Iterable[str], digest: Any) -> Iterator[str]:
+    """The documents; a hash gets each one as it is read."""
+    for document in documents:
+        digest.update(f"{len(document)}:{document}".encode(errors="surrogatepass"))
+        yield document
+
+
+def _sha256_of(batches: Iterable[Tensor]) -> str:
+    """SHA-256 of token ids in their order, as int32."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(batch.to("cpu", torch.int32).contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def in_context(texts: Heldout, context: int) -> dict[tuple[str, ...], TokenBlocks]:
+    """The blocks, cut into shorter ones if a block has more tokens than a context."""
+    cut = dict[tuple[str, ...], TokenBlocks]()
+    for names, blocks in texts.items():
+        whole = blocks.num_tokens // context
+        shorter = blocks.tokens_BT.flatten()[: whole * context].view(whole, context)
+        cut[names] = TokenBlocks(shorter) if blocks.seq_len > context else blocks
+    return cut
 
 
 def heldout_perplexity(
@@ -208,15 +216,14 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
         text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
         return perplexity(stock_nats(stock.model), text, window, corpus.windows_at_once, update)
 
-    def of_gguf(file: Path, update: Update) -> Values:
-        from dotmoe.export.llama_cpp import LlamaCppModel
-        from dotmoe.models.from_gguf import GgufFile  # an optional package
+    def of_gguf(file: Path, context: int, update: Update) -> Values:
+        from dotmoe.export.llama_cpp import LlamaCppModel  # an optional package
 
         require_checksums(file.parent)
         name = config.tokenizer or dense_model_of(file.parent, "--tokenizer")
         with loading(folder := checkpoint_folder(name)):
             tokenizer = load_tokenizer(folder)
-        window = corpus.window_in(GgufFile(file).size("context_length"))
+        window = corpus.window_in(context)
         text = packed_text(corpus, tokenizer)
         with LlamaCppModel(file, context=window) as model:
             return perplexity(row_nats(model.logits), text, window, 1, update)
@@ -290,14 +297,19 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
 
 
 def perplexity_table(models: Mapping[str, Values]) -> Table:
-    """Table of models' perplexities on one text; the others are compared with the first."""
+    """Table of models' perplexities on one text; the others are compared with the first.
+
+    The note says which are not comparable, and why.
+    """
     first, *others = rows = [result | {"model": name} for name, result in models.items()]
     unit, than_first = first["unit"], f"above {Path(first['model']).name}"
+    above = {row["model"]: shown_difference(row, first) for row in rows}
+    notes = dict.fromkeys([_protocol(first), *(note for _, note in above.values())])
     columns: dict[str, Callable[[Values], str]] = {
         "model": lambda row: row["model"],
         "perplexity": lambda row: f"{row['perplexity']:.3f}",
         f"nats per {unit}": lambda row: nats_with_error(row["loss"], row.get("stderr"), ".4f"),
-        than_first: lambda row: nats_with_error(*difference(row, first), "+.4f"),
+        than_first: lambda row: above[row["model"]][0],
         "bits per byte": lambda row: figure(row["bits_per_byte"]),
     }
     if not others:
@@ -306,7 +318,7 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
         rows,
         columns,
         title=f"Perplexity per {unit}, windows of {first['window']:,}, {first['tokens']:,} tokens",
-        note=_protocol(first),
+        note=" ".join(said for said in notes if said),
     )
 
 

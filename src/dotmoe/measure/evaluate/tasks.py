@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -13,10 +14,15 @@ from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.files import Values, read_json, sha256_of, write_json
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, figure, table_of
-from dotmoe.measure.config import EvaluateConfig
+from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate import harness
-from dotmoe.measure.evaluate.models import model_folder, sides_of
-from dotmoe.measure.evaluate.perplexity import error_over
+from dotmoe.measure.evaluate.difference import (
+    IncomparableError,
+    kept,
+    require_asked_alike,
+    score_difference,
+)
+from dotmoe.measure.evaluate.models import context_of, model_folder, sides_of
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.load import resolved_dtype
 from dotmoe.run.folder import STAGES, provenance
@@ -81,55 +87,37 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     """Run `config.tasks`; gives each model's `tasks`, as in their files, and `averages`.
 
     A task that is already finished, for the same model and settings, is read and not run again; an
-    interrupted one starts anew. Raises `UserError` if there is no such harness, model, task or
-    file, or a result of other settings is where one would be written.
+    interrupted one starts anew. Two models see the same number of tokens at once, by default the
+    smaller of their contexts. Raises `UserError` if there is no such harness, model, task or file,
+    or a result of other settings is where one would be written.
     """
-    dtype = resolved_dtype(config.load.dtype, resolved_device(config.load.device))
-    settings: Values = {
-        "harness": harness.require_harness(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "limit": config.limit,
-        "chat_template": config.chat_template or None,  # as in results from before the option
-        "chat_answer": harness.CHAT_ANSWER if config.chat_template else None,
-        "max_length": config.max_length,
-        "data": "hub",
-    }
-    named = (SETS.get(name, (name,)) for name in config.tasks)
-    local: dict[str, tuple[str, Mapping[str, Path]]] = {}
-    notes, identities = dict[str, list[str]](), dict[str, Values]()
-    for name in dict.fromkeys(chain.from_iterable(named)):
-        shots = TASKS[name].shots if name in TASKS and config.shots is None else config.shots
-        identities[name] = {"shots": shots} | settings
-        if config.task_data is not None:
-            files, notes[name] = local_files(Path(config.task_data), name, shots or 0)
-            local[name] = TASKS[name].definition, files
-            identities[name]["data"] = {
-                split: {"file": f"{file.parent.name}/{file.name}", "sha256": sha256_of(file)}
-                for split, file in files.items()
-            }
+    identities, local, notes = _asked(config)
     run_folder = Path(config.model)
     is_run = (run_folder / STAGES["export"]).is_dir()
     default = run_folder / STAGES["evaluate"] if is_run else f"evaluation-{run_folder.name}"
     out = Path(config.out or default)
     tasks = cache(lambda: harness.loaded_tasks(list(identities), local, list(SETS)))
+    folders = {label: model_folder(name) for label, name in config.names.items()}
+    configs = _within_both(config, folders)
 
     def measured(label: str, folder: Path) -> Values:
-        model, results = config.names[label], dict[str, Values]()
-        weights, runner = fingerprint(folder), cache(lambda: harness.harness_model(folder, config))
+        model, results, how = config.names[label], dict[str, Values](), configs[label]
+        weights, runner = fingerprint(folder), cache(lambda: harness.harness_model(folder, how))
         for name, same_of_all in identities.items():
-            identity = same_of_all | {"model": weights}
+            identity = same_of_all | {"max_length": how.max_length, "model": weights}
             file = out / ("tasks" if label == "model" else label) / f"{name}.json"
             if file.is_file():
                 results[name] = _finished(file, identity)
                 progress.log(f"{model}: {name} is finished already")
                 continue
-            loaded = tasks()[name]
             progress.log(f"{model}: {name}")
-            scored = harness.run_tasks(
-                runner(), loaded, identity["shots"], config.limit, as_chat=config.chat_template
-            )
+            asked = tasks()[name], identity["shots"], config.limit
+            scored = harness.run_tasks(runner(), *asked, as_chat=config.chat_template)
             mark_main(scored["scores"], name)
             scored["notes"] = notes.get(name, []) + scored["notes"]
+            if how != config:
+                length = f"{how.max_length:,} tokens, the context of the model beside it"
+                scored["notes"].append(f"{model} may see {length}, though its own is longer")
             results[name] = {
                 "origin": "measured",
                 "task": name,
@@ -142,12 +130,58 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
             write_json(file, results[name])
         return of_model(model, results.values())
 
-    folders = {label: model_folder(name) for label, name in config.names.items()}
     with harness.quiet_harness():
         result = {label: measured(label, folder) for label, folder in folders.items()}
     averages, others = (result.get(side, {}).get("averages", {}) for side in ("model", "against"))
     shared = averages.keys() & others.keys()
     return result | {"kept": {label: kept(averages[label], others[label]) for label in shared}}
+
+
+def _asked(
+    config: EvaluateConfig,
+) -> tuple[dict[str, Values], dict[str, tuple[str, Mapping[str, Path]]], dict[str, list[str]]]:
+    """How each of `config.tasks` is asked; definition and files of local ones; notes on those."""
+    named = (SETS.get(name, (name,)) for name in config.tasks)
+    local, notes = dict[str, tuple[str, Mapping[str, Path]]](), dict[str, list[str]]()
+    identities, settings = dict[str, Values](), _settings(config)
+    for name in dict.fromkeys(chain.from_iterable(named)):
+        shots = TASKS[name].shots if name in TASKS and config.shots is None else config.shots
+        identities[name] = {"shots": shots} | settings
+        if config.task_data is not None:
+            files, notes[name] = local_files(Path(config.task_data), name, shots or 0)
+            local[name] = TASKS[name].definition, files
+            identities[name]["data"] = {
+                split: {"file": f"{file.parent.name}/{file.name}", "sha256": sha256_of(file)}
+                for split, file in files.items()
+            }
+    return identities, local, notes
+
+
+def _settings(config: EvaluateConfig) -> Values:
+    """What results of all tasks depend on besides model, shots and data."""
+    dtype = resolved_dtype(config.load.dtype, resolved_device(config.load.device))
+    return {
+        "harness": harness.require_harness(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "limit": config.limit,
+        "chat_template": config.chat_template or None,  # as in results from before the option
+        "chat_answer": harness.CHAT_ANSWER if config.chat_template else None,
+        "data": "hub",
+    }
+
+
+def _within_both(config: EvaluateConfig, folders: Mapping[str, Path]) -> dict[str, EvaluateConfig]:
+    """The config for each model: a model may see no more tokens at once than the one beside it.
+
+    Raises `UserError` for a `max_length` beyond the smaller context.
+    """
+    contexts = {label: context_of(folder) for label, folder in folders.items()}
+    smallest = min(contexts.values())
+    in_context("max_length", config.max_length or smallest, smallest)
+    if config.max_length is not None:
+        return dict.fromkeys(folders, config)
+    shorter = replace(config, max_length=smallest)
+    return {label: config if own == smallest else shorter for label, own in contexts.items()}
 
 
 def _finished(file: Path, identity: Values) -> Values:
@@ -241,24 +275,6 @@ def mean_of(scores: Sequence[Values]) -> Values:
     return {"metric": "acc", "value": fmean(values), "stderr": stderr, "chance": chance, "of": of}
 
 
-def kept(average: Values, other: Values) -> Values:
-    """Share that an average is of another one: `of_all`, and `above_guessing` by both.
-
-    Each is a share and its standard error, as if the two averages were independent.
-    """
-
-    def share(least: float | None) -> tuple[float, float | None] | None:
-        if least is None or other["value"] <= least:
-            return None
-        value, whole = average["value"] - least, other["value"] - least
-        errors = average["stderr"], other["stderr"]
-        if None in errors:
-            return value / whole, None
-        return value / whole, math.hypot(errors[0], errors[1] * value / whole) / whole
-
-    return {"of_all": share(0.0), "above_guessing": share(average["chance"])}
-
-
 def main_scores(tasks: Mapping[str, Values]) -> dict[str, Values]:
     """The main score of each task."""
     scores = (score for task in tasks.values() for score in task["scores"])
@@ -266,7 +282,10 @@ def main_scores(tasks: Mapping[str, Values]) -> dict[str, Values]:
 
 
 def shown_tasks(result: Values) -> list[Table | str]:
-    """Table of the main scores of each model; lines with their average and notes on the tasks."""
+    """Table of the main scores of each model; lines with their average and notes on the tasks.
+
+    Scores that were not asked for with the same settings have no difference; a line says why.
+    """
     sides, lines, notes = sides_of(result), list[str](), dict[str, dict[str, None]]()
     scores = [main_scores(side["tasks"]) for side in sides]
     for side in sides:
@@ -281,6 +300,11 @@ def shown_tasks(result: Values) -> list[Table | str]:
         said = [f"{_percent(each)} {name.replace('_', ' ')}" for name, each in shares.items()]
         lines.append(f"{sides[1]['name']} keeps of the average of {label}: {', '.join(said)}")
     others = scores[0]
+    unlike = dict[str, str]()
+    if len(sides) > 1:
+        unlike = _asked_unlike(sides[1]["tasks"], sides[0]["tasks"])
+    for name, why in unlike.items():
+        notes.setdefault(f"no difference: {why.rstrip('.')}", {})[name] = None
     columns: dict[str, Callable[[Values], str | None]] = {
         "task": lambda score: score["task"],
         "metric": lambda score: score["metric"],
@@ -291,7 +315,9 @@ def shown_tasks(result: Values) -> list[Table | str]:
     columns[sides[0]["name"]] = lambda score: with_error(others.get(score["task"]))
     if len(sides) > 1:
         columns[sides[1]["name"]] = with_error
-        columns["difference"] = lambda score: shown_change(score, others.get(score["task"]))
+        columns["difference"] = lambda score: (
+            None if score["task"] in unlike else shown_change(score, others.get(score["task"]))
+        )
     table = table_of(
         scores[-1].values(),
         columns,
@@ -303,6 +329,17 @@ def shown_tasks(result: Values) -> list[Table | str]:
     return [table, *lines, *(f"{', '.join(names)}: {note}." for note, names in notes.items())]
 
 
+def _asked_unlike(tasks: Mapping[str, Values], others: Mapping[str, Values]) -> dict[str, str]:
+    """Why scores do not compare, for each task of two models that was not asked alike."""
+    unlike = dict[str, str]()
+    for name in tasks.keys() & others.keys():
+        try:
+            require_asked_alike(tasks[name], others[name])
+        except IncomparableError as error:
+            unlike[name] = str(error)
+    return unlike
+
+
 def is_share(score: Values) -> bool:
     """Whether a score is a share of right answers, 0 to 1."""
     name, _, _ = score["metric"].partition(",")  # a filter's name may follow
@@ -311,29 +348,15 @@ def is_share(score: Values) -> bool:
 
 def differ(score: Values, other: Values) -> bool:
     """Whether two scores differ by more than two standard errors of their difference."""
-    _, stderr = _change(score, other)
+    _, stderr = score_difference(score, other)
     return stderr is not None and abs(score["value"] - other["value"]) > 2 * stderr
-
-
-def _change(score: Values, other: Values) -> tuple[float, float | None]:
-    """How far a score is above another, and the standard error over pairs of answers.
-
-    The error is as if both were independent if not both kept their answers to the same questions.
-    """
-    change = score["value"] - other["value"]
-    ours, theirs = (each.get("per_question") or () for each in (score, other))
-    if ours and len(ours) == len(theirs):
-        gains = [a - b for a, b in zip(ours, theirs, strict=True)]
-        return change, error_over(gains, [1] * len(gains))
-    errors = score["stderr"], other["stderr"]
-    return change, None if None in errors else math.hypot(*errors)
 
 
 def shown_change(score: Values, other: Values | None) -> str | None:
     """How far a score is above another, with its error; `*` if by more than two of them."""
     if other is None:
         return None
-    factor, (change, stderr) = 100 if is_share(score) else 1, _change(score, other)
+    factor, (change, stderr) = 100 if is_share(score) else 1, score_difference(score, other)
     error = "" if stderr is None else f" ± {factor * stderr:.2g}"
     return f"{factor * change:+.3g}{error}" + " *" * differ(score, other)
 

@@ -164,18 +164,30 @@ def products(step: Step) -> dict[str, int]:
     trained. Attention counts the whole square. A teacher runs all of the dense model.
     """
     sizes, counts, widths = step.sizes, step.sizes.counts, step.sizes.widths
-    tokens, trains_all = step.part(step.batch_size) * step.seq_len, step.train == "everything"
-    dense = 2 * (counts.attention_and_norms + counts.ffn_total + counts.routers)
-    linear = dense - 2 * (not step.is_alignment) * (counts.ffn_total - counts.ffn_active)
-    trained = linear if trains_all else 2 * counts.ffn_active * (step.train == "experts")
+    tokens = step.part(step.batch_size) * step.seq_len
     scores = 4 * step.seq_len * sizes.queries * widths.layers
-    head = (2 + step.has_teacher + trains_all) * 2 * widths.vocabulary * widths.model
-    again = step.checkpointing * (linear + scores)
-    plan = 2 * sizes.affinities * step.is_alignment  # neurons' gradients are summed by expert
+    dense = 2 * (counts.attention_and_norms + counts.ffn_total + counts.routers)
+    linear = dense
+    if not step.is_alignment:  # of the FFNs what runs
+        linear -= 2 * (counts.ffn_total - counts.ffn_active)
+    forward, backward = linear + scores, linear + 2 * scores
+    heads = 2  # forward and backward
+    if step.has_teacher:
+        forward += dense + scores
+        heads += 1
+    if step.train == "everything":
+        backward += linear
+        heads += 1
+    elif step.train == "experts":
+        backward += 2 * counts.ffn_active
+    elif step.is_alignment:  # neurons' gradients are summed by expert
+        backward += 2 * sizes.affinities
+    if step.checkpointing:
+        backward += linear + scores
     return {
-        "forward": tokens * (linear + scores + step.has_teacher * (dense + scores)),
-        "head and loss": tokens * head,
-        "backward": tokens * (linear + trained + 2 * scores + again + plan),
+        "forward": tokens * forward,
+        "head and loss": tokens * heads * 2 * widths.vocabulary * widths.model,
+        "backward": tokens * backward,
     }
 
 
@@ -190,13 +202,15 @@ def bytes_moved(step: Step, passes: Efficiency) -> dict[str, int]:
         optimizer += ADAM_BYTES * sizes.counts.routers
     else:
         layer += ROUTED_PASSES * sizes.split.active_experts * widths.model
-        logits //= 2 - step.distils  # logits of one model, not two
-        optimizer = ADAM_BYTES * (step.part(step.trained) if step.sharded else step.trained)
-    forward, teacher = (tokens * step.held * widths.layers * each for each in (layer, dense))
+        if not step.distils:  # logits of one model, not two
+            logits //= 2
+        own = step.part(step.trained) if step.sharded else step.trained
+        optimizer = ADAM_BYTES * own
+    student, teacher = (tokens * step.held * widths.layers * each for each in (layer, dense))
     return {
-        "forward": forward + step.has_teacher * teacher,
+        "forward": student + teacher if step.has_teacher else student,
         "head and loss": tokens * step.held * logits,
-        "backward": (2 + step.checkpointing) * forward,
+        "backward": 3 * student if step.checkpointing else 2 * student,
         "assignment and optimizer" if step.is_alignment else "optimizer": optimizer,
     }
 
@@ -231,11 +245,14 @@ def traffic(step: Step) -> int:
     """
     sizes, times = step.sizes, -(-step.part(step.batch_size) // step.micro_batch_size)
     layers = step.held * sizes.widths.layers * sizes.layer_parameters
-    gathering = step.sharded * times * (2 + step.has_teacher) * layers
+    gathered = 0
+    if step.sharded:
+        passes = 3 if step.has_teacher else 2
+        gathered = times * passes * layers
     if step.is_alignment:
-        return gathering + FLOAT32 * sizes.affinities
-    is_owned = step.sharded and step.trains_weights
-    return gathering + FLOAT32 * step.trained * (times if is_owned else 2)
+        return gathered + FLOAT32 * sizes.affinities
+    sums = times if step.sharded and step.trains_weights else 2
+    return gathered + FLOAT32 * step.trained * sums
 
 
 def plan(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
@@ -283,7 +300,7 @@ def _on_machine(step: Step, machine: Accelerator) -> dict[str, Any]:
     step_s = sum(parts.values())
     place = "offloaded" if step.offload else "sharded" if step.sharded else "whole"
     return {
-        "way": place + ", ckpt" * step.checkpointing,
+        "way": f"{place}, ckpt" if step.checkpointing else place,
         "sharded": step.sharded,
         "offload": step.offload,
         "on_host": step.on_host,

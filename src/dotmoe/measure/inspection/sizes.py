@@ -155,8 +155,10 @@ class Step:
     @property
     def on_host(self) -> int:
         """Bytes that one GPU's part of a training takes on the host."""
+        if not self.offload:
+            return 0
         frozen = self.held * self.part(self.sizes.counts.stored - self.trained)
-        return self.offload * (4 * FLOAT32 * self.part(self.trained) + frozen)
+        return 4 * FLOAT32 * self.part(self.trained) + frozen
 
     def part(self, number: int) -> int:
         """The part of `number` items on one GPU, rounded up."""
@@ -172,52 +174,16 @@ def step_memory(step: Step) -> Items:
     tokens, layers = step.micro_batch_size * step.seq_len, sizes.widths.layers
     stream, layer = step.held * width * tokens, kept_per_token(step) * tokens
     kept = layers * stream + layer if step.checkpointing else layers * layer
-    weights, working = counts.dense_total, FFN_TENSORS_IN_BACKWARD * step.neurons
-    if step.sharded and step.ranks > 1:
-        weights = step.part(weights)
-    if not step.is_alignment and (step.held < FLOAT32 or step.offload):
-        # Cast layer by layer, as if gathered; embedding and head stay to the end of the step.
-        in_layers = min(2, layers) * sizes.layer_parameters
-        whole = in_layers + counts.input_embedding + counts.output_head
-        kept_in_float32 = step.trains_weights * (step.trained - counts.routers)
-        weights = whole + (not step.offload) * (
-            weights - (step.part(kept_in_float32) if step.sharded else kept_in_float32)
-        )
-    elif step.sharded and step.ranks > 1:
-        weights += gathered(sizes)
-    if step.train == "lora":
-        # The sum of an expert's weights and its adapters stays for the layer's backward.
-        weights += counts.ffn_total // (layers if step.checkpointing else 1)
-    if step.is_alignment:
-        own, routers = step.own_affinities, counts.routers
-        trained = {
-            "affinities, routers, Adam": 3 * FLOAT32 * (own + routers),
-            # The plan's gradient is whole on each GPU.
-            "soft plan and gradients": FLOAT32 * (own + sizes.affinities + routers),
-        }
-    else:
-        is_divided = step.sharded and step.trains_weights
-        own = step.part(step.trained) if is_divided else step.trained
-        own *= not step.offload
-        trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
-        if step.distils and step.trains_weights:  # else the student itself teaches
-            total = counts.dense_total
-            trained["teacher"] = step.held * (step.part(total) if step.sharded else total)
-        if step.train == "everything":
-            trained["gradient of the head"] = step.held * sizes.widths.vocabulary * width
+    trained, working = _training_state(step), FFN_TENSORS_IN_BACKWARD * step.neurons
+    if not step.is_alignment:
         working += ROWS_IN_BACKWARD * sizes.split.active_experts * width
-    # One chunk of logits: three tensors in float32, and the logits themselves if in 16 bits.
-    vocabulary = sizes.widths.vocabulary
-    rows = min(tokens, step.logits_at_once)
-    chunk = rows * vocabulary * (3 * FLOAT32 + step.held * (step.held < FLOAT32))
-    if step.train == "everything":  # the gradient of the head in float32, and what a chunk adds
-        chunk += (2 * FLOAT32 - step.held) * vocabulary * width
+    buffers = max(step.held * working * tokens, _chunk_of_logits(step, tokens))
     peak = {
-        "dense weights": step.held * weights,
+        "dense weights": step.held * _weights_in_memory(step),
         **trained,
         "activations kept for the backward": kept,
-        "buffers of one layer, or one chunk of logits": max(step.held * working * tokens, chunk),
-        "hidden states": (2 + step.has_teacher) * stream,
+        "buffers of one layer, or one chunk of logits": buffers,
+        "hidden states": 3 * stream if step.has_teacher else 2 * stream,
     }
     if step.train == "everything" and step.held < FLOAT32:
         # At the end of the backward FSDP sums the gradients of embedding and head in float32.
@@ -230,6 +196,64 @@ def step_memory(step: Step) -> Items:
         }
         return max(peak, last, key=lambda items: sum(items.values()))
     return peak
+
+
+def _weights_in_memory(step: Step) -> int:
+    """Number of dense weights in the step's dtype on one GPU, with those gathered at one moment."""
+    sizes, counts, layers = step.sizes, step.sizes.counts, step.sizes.widths.layers
+    is_divided = step.sharded and step.ranks > 1
+    weights = step.part(counts.dense_total) if is_divided else counts.dense_total
+    if not step.is_alignment and (step.held < FLOAT32 or step.offload):
+        # Cast layer by layer, as if gathered; embedding and head stay to the end of the step.
+        in_layers = min(2, layers) * sizes.layer_parameters
+        cast = in_layers + counts.input_embedding + counts.output_head
+        if step.offload:
+            weights = cast
+        else:
+            in_float32 = step.trained - counts.routers if step.trains_weights else 0
+            weights += cast - (step.part(in_float32) if step.sharded else in_float32)
+    elif is_divided:
+        weights += gathered(sizes)
+    if step.train == "lora":
+        # The sum of an expert's weights and its adapters stays for the layer's backward.
+        weights += counts.ffn_total // (layers if step.checkpointing else 1)
+    return weights
+
+
+def _training_state(step: Step) -> dict[str, int]:
+    """Bytes of what is trained, its gradients and moments, and of a teacher, on one GPU."""
+    sizes, counts = step.sizes, step.sizes.counts
+    if step.is_alignment:
+        own, routers = step.own_affinities, counts.routers
+        return {
+            "affinities, routers, Adam": 3 * FLOAT32 * (own + routers),
+            # The plan's gradient is whole on each GPU.
+            "soft plan and gradients": FLOAT32 * (own + sizes.affinities + routers),
+        }
+    own = step.trained
+    if step.offload:
+        own = 0
+    elif step.sharded and step.trains_weights:
+        own = step.part(step.trained)
+    trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
+    if step.distils and step.trains_weights:  # else the student itself teaches
+        total = counts.dense_total
+        trained["teacher"] = step.held * (step.part(total) if step.sharded else total)
+    if step.train == "everything":
+        matrix = sizes.widths.vocabulary * sizes.widths.model
+        trained["gradient of the head"] = step.held * matrix
+    return trained
+
+
+def _chunk_of_logits(step: Step, tokens: int) -> int:
+    """Bytes of one chunk: three tensors in float32, and the logits themselves if in 16 bits."""
+    widths = step.sizes.widths
+    of_a_logit = 3 * FLOAT32 if step.held == FLOAT32 else 3 * FLOAT32 + step.held
+    rows = min(tokens, step.logits_at_once)
+    chunk = rows * widths.vocabulary * of_a_logit
+    if step.train == "everything":  # the gradient of the head in float32, and what a chunk adds
+        chunk += (2 * FLOAT32 - step.held) * widths.vocabulary * widths.model
+    return chunk
 
 
 def gathered(sizes: Sizes) -> int:
@@ -251,10 +275,12 @@ def kept_per_token(step: Step) -> int:
     """
     sizes, width = step.sizes, step.sizes.widths.model
     inputs = {"assignment": 0, "everything": 2}.get(step.train, 1)
-    trains_experts = not step.is_alignment
-    inputs += trains_experts * sizes.split.active_experts
+    of_neurons = 2
+    if not step.is_alignment:
+        inputs += sizes.split.active_experts
+        of_neurons = 3
     norms = 0 if sizes.traits.qk_norm == "none" else sizes.head_width
-    narrow = (2 + trains_experts) * step.neurons + 2 * sizes.head_width + inputs * width
+    narrow = of_neurons * step.neurons + 2 * sizes.head_width + inputs * width
     return step.held * narrow + FLOAT32 * (3 * width + 4 * sizes.split.num_experts + norms)
 
 
@@ -275,7 +301,9 @@ def calibration_memory(sizes: Sizes, tokens: int, held: int) -> Items:
 def repair_memory(sizes: Sizes, tokens: int, held: int) -> Items:
     """Peak memory of a repair on `tokens` tokens."""
     widths = sizes.widths
-    trained = 6 * FLOAT32 * 3 * widths.ffn * widths.model * (sizes.split.target == "ffn")
+    trained = 0
+    if sizes.split.target == "ffn":
+        trained = 6 * FLOAT32 * 3 * widths.ffn * widths.model
     matrices = 5 * 2 * FLOAT32 * max(sizes.repaired_inputs) ** 2
     return {
         "dense weights": held * sizes.counts.dense_total,

@@ -98,8 +98,9 @@ class Stages:
         self.sizes, self.config = sizes, config
         self.seq_len = min(config.data.seq_len, sizes.widths.context)
         self.calibration_tokens = config.calibration_tokens(sizes.widths.model)
-        repaired = repair_tokens(config.repairing, sizes.splits, sizes.config)
-        self.repair_tokens = config.repair * repaired
+        self.repair_tokens = 0
+        if config.repair:
+            self.repair_tokens = repair_tokens(config.repairing, sizes.splits, sizes.config)
         self.compares_layers = config.experts.first_dense_layers is None
         """Whether the number of leading dense layers is measured."""
         self.text_tokens = tokens_to_read(
@@ -171,8 +172,10 @@ class Stages:
         is_whole = ranks == 1 or machine.on_cpu or weights <= LARGEST_SHARE * machine.memory_bytes
         if is_whole or "dense weights" not in items:
             return items
-        divided = -(-weights // ranks) * (stage == "start from data")
-        return {**items, "dense weights": machine.held * gathered(self.sizes) + divided}
+        held = machine.held * gathered(self.sizes)
+        if stage == "start from data":
+            held += -(-weights // ranks)
+        return {**items, "dense weights": held}
 
     def forward(self, machine: Accelerator, tokens: int) -> Work:
         """A forward pass of the decoder layers of the dense model."""
@@ -214,56 +217,91 @@ class Stages:
         )
 
     def repair(self, machine: Accelerator) -> Work:
-        """Two streams, through the masked FFN by experts; training, or Gram matrices and solutions.
+        """Repair on one of the ranks, which divide the tokens: the sum of its parts.
 
-        A pass of training costs 7/3 forwards of the experts that run; the input needs no gradient.
-        The sums are of one triangle, and on a CPU of the experts that run. Ranks divide the tokens.
-        To train they divide the neurons, and exchange inputs and outputs.
+        | part | why |
+        |---|---|
+        | streams | dense and repaired, each through every layer; the FFNs' again if heads follow |
+        | masked FFNs | the repaired stream runs the chosen experts |
+        | refit | Gram matrices and solutions of output projections; for FFNs without training |
+        | training | all projections of each FFN; ranks divide the neurons |
+        """
+        tokens, has_heads = -(-self.repair_tokens // machine.gpus), self.sizes.has_heads
+        streams = self.forward(machine, (3 if has_heads else 2) * tokens)
+        parts = [streams, self._refit(machine, tokens)]
+        if self.sizes.split.target == "ffn":
+            parts += [self._masked_ffns(machine, tokens), self._ffn_training(machine, tokens)]
+        return Work(*map(sum, zip(*parts, strict=True)))
+
+    def _trained_tokens(self, tokens: int) -> int:
+        """Tokens that the training of FFNs reads in all its epochs; 0: none is trained."""
+        return self.config.repairing.repair_epochs * tokens * (HELD_OUT - 1) // HELD_OUT
+
+    def _hidden_bytes(self, machine: Accelerator) -> int:
+        """Bytes of all passes over the hidden neurons of a token, in float32."""
+        return machine.efficiency.neurons * self.sizes.widths.ffn * self.sizes.moe_layers * FLOAT32
+
+    def _masked_ffns(self, machine: Accelerator, tokens: int) -> Work:
+        """The FFNs of the repaired stream by their experts, beside those that `forward` counts.
+
+        If they are trained, one of the two streams runs no whole FFN: only a Gram matrix needs it.
+        """
+        whole = 2 * self.sizes.counts.ffn_total
+        held, moved = int(whole * self.sizes.split.active_fraction) * tokens, 0
+        if self._trained_tokens(tokens):
+            held -= whole * tokens
+            moved = -tokens * self._hidden_bytes(machine)
+        return Work(held=held, moved=moved)
+
+    def _refit(self, machine: Accelerator, tokens: int) -> Work:
+        """Sums of one triangle over tokens, on a CPU of the experts that run; and solutions.
+
+        Ranks exchange the sums.
         """
         sizes, width, ranks = self.sizes, self.sizes.widths.model, machine.gpus
-        tokens, epochs = -(-self.repair_tokens // ranks), self.config.repairing.repair_epochs
-        is_ffn, counts = sizes.split.target == "ffn", sizes.counts
-        stream, tried = self.forward(machine, (2 + sizes.has_heads) * tokens), SOLUTIONS - 1
-        refitted = [
-            (split, n)
-            for split, n in zip(sizes.splits, sizes.repaired_inputs, strict=True)
-            if split.target == "attention" or not epochs
-        ]
-        grams = 0
-        for split, n in refitted:
-            always, pairs, columns = n * split.shared_size // split.units, n**2 // 2, n
+        tried, grams, solutions, entries = SOLUTIONS - 1, 0, 0, 0
+        for split, n in zip(sizes.splits, sizes.repaired_inputs, strict=True):
+            if split.target != "attention" and self.config.repairing.repair_epochs:
+                continue
+            pairs, columns = n**2 // 2, n
             if machine.on_cpu:
+                always = n * split.shared_size // split.units
                 run = (n - always) * split.active_experts // split.num_experts
                 pairs, columns = run * ((n - always) // 2 + always) + always**2, run + always
             grams += 2 * tokens * (pairs + columns * width)
-        solutions = sum(
-            (tried + 1) * n**2 * (n // 3 + 2 * width) + tried * 2 * n**2 * width
-            for _, n in refitted
-        )
-        trained = is_ffn * epochs * tokens * (HELD_OUT - 1) // HELD_OUT
-        split, device = sizes.split, torch.device("cpu" if machine.on_cpu else "cuda")
-        active = split.active_experts / split.num_experts
-        is_whole = whole_is_faster(device, torch.float32, active, split.expert_size)
-        run = int(counts.ffn_total * (1 if is_whole else split.active_fraction))
-        a_pass = 14 * run // 3
-        heldout = 2 * 2 * run * tokens // HELD_OUT * (trained > 0)
-        passes = machine.efficiency.neurons * sizes.widths.ffn * sizes.moe_layers * FLOAT32
-        updated = trained * counts.ffn_total // BATCH  # by all steps, on one rank
-        matrices = sizes.moe_layers * sum(2 * n**2 for _, n in refitted)
-        training = a_pass * trained + heldout
-        in_tf32 = machine.held == 2 and not machine.on_cpu  # at half the rate of bfloat16
-        # The masked FFN runs by its experts, and whole only for a Gram matrix.
-        not_whole = tokens * (trained > 0)
-        ffns = int(2 * counts.ffn_total * split.active_fraction) * tokens * is_ffn
-        ffns -= 2 * counts.ffn_total * not_whole
-        return stream._replace(
-            held=stream.held + ffns + in_tf32 * 2 * training,
-            single=sizes.moe_layers * grams + (not in_tf32) * training,
+            solutions += (tried + 1) * n**2 * (n // 3 + 2 * width) + tried * 2 * n**2 * width
+            entries += 2 * n**2
+        matrices = sizes.moe_layers * entries
+        return Work(
+            single=sizes.moe_layers * grams,
             double=sizes.moe_layers * solutions,
-            moved=stream.moved + (trained * 3 - not_whole) * passes + ADAM_BYTES * updated,
-            exchanged=(ranks - 1) * (3 * FLOAT32 * width * sizes.moe_layers * trained)
-            + 2 * (ranks - 1) * 2 * FLOAT32 * matrices // ranks,
+            exchanged=2 * (ranks - 1) * 2 * FLOAT32 * matrices // ranks,
         )
+
+    def _ffn_training(self, machine: Accelerator, tokens: int) -> Work:
+        """Training of all FFNs: 7/3 forwards of the experts that run, as inputs need no gradient.
+
+        Ranks exchange inputs and outputs. A GPU with weights of 16 bits trains in TF32, at half the
+        rate of bfloat16.
+        """
+        trained = self._trained_tokens(tokens)
+        if not trained:
+            return Work()
+        sizes, split, ranks = self.sizes, self.sizes.split, machine.gpus
+        device = torch.device("cpu" if machine.on_cpu else "cuda")
+        active = split.active_experts / split.num_experts
+        share = split.active_fraction
+        if whole_is_faster(device, torch.float32, active, split.expert_size):
+            share = 1.0
+        run = int(sizes.counts.ffn_total * share)
+        heldout = 2 * 2 * run * tokens // HELD_OUT
+        products = 14 * run // 3 * trained + heldout
+        updated = trained * sizes.counts.ffn_total // BATCH  # by all steps, on one rank
+        moved = trained * 3 * self._hidden_bytes(machine) + ADAM_BYTES * updated
+        given = (ranks - 1) * 3 * FLOAT32 * sizes.widths.model * sizes.moe_layers * trained
+        if machine.held == 2 and not machine.on_cpu:
+            return Work(held=2 * products, moved=moved, exchanged=given)
+        return Work(single=products, moved=moved, exchanged=given)
 
     def export(self, machine: Accelerator) -> Work:
         """Writing and reading the export, and its verification in float32."""
@@ -278,13 +316,24 @@ class Stages:
 
     def evaluate(self, machine: Accelerator) -> Work:
         """Perplexity of dense model and export and, before a repair, of the masked model."""
-        tokens, share = (2 + (self.repair_tokens > 0)) * self.config.eval_tokens, machine.efficiency
+        models = 3 if self.repair_tokens else 2
+        tokens, share = models * self.config.eval_tokens, machine.efficiency
         forwards, logits = self.forward(machine, tokens), self.sizes.widths.vocabulary * tokens
         return forwards._replace(
             held=forwards.held + 2 * self.sizes.widths.model * logits,
             moved=forwards.moved + share.vocabulary // 4 * machine.held * logits,
             disk=sum(exported_bytes(self.sizes).values()),
         )
+
+    def _states(self) -> int:
+        """How often affinities and routers are written before any alignment.
+
+        1_calibrate holds them, and 2_align, even without steps; an alignment has a row of its own.
+        A split by another method writes none, unless its router is trained.
+        """
+        if self.config.align.steps:
+            return 1
+        return 2 if self.config.method == "dot_moe" else 0
 
     def _all(self, machine: Accelerator) -> Iterator[tuple[str, Work, Items, int]]:
         """Name, work on one device, memory and bytes written of each stage but the alignment."""
@@ -299,7 +348,7 @@ class Stages:
             memory = calibration_memory(sizes, self.calibration_tokens, held)
             is_ours = config.method == "dot_moe"
             name = "start from data" if is_ours else f"split by {config.method}"
-            yield name, self.calibrate(machine), memory, FLOAT32 * trainables
+            yield name, self.calibrate(machine), memory, FLOAT32 * trainables * self._states()
         units = sizes.widths.layers * sum(split.units for split in sizes.splits)
         yield "extraction", Work(), {}, FLOAT32 * (units + sizes.counts.routers)
         if self.repair_tokens:

@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 
 from dotmoe.common.files import Values
-from dotmoe.common.tables import Table, in_bytes, in_time, table_of, to_rich
+from dotmoe.common.tables import Table, in_about, in_time, table_of, to_rich
 from dotmoe.method.granularity import Granularity, from_record
 
 
@@ -54,6 +54,7 @@ def in_words(split: Granularity, layers: int) -> str:
 def counts_table(counts: Values, title: str = "") -> Table:
     """Table of the `ParameterCounts` given; each weight counts once, however often it is stored."""
     whole = " (whole)" if counts.get("heads_total") else ""
+    is_tied = counts.get("output_head") == 0
     names = {
         "dense_total": "dense model",
         "stored": "dense model and routers",
@@ -64,7 +65,7 @@ def counts_table(counts: Values, title: str = "") -> Table:
         "floor": "outside what is split: always active",
         "attention_and_norms": f"  attention{whole} and norms",
         "input_embedding": "  input embedding",
-        "output_head": "  output head" + " (tied)" * (counts.get("output_head") == 0),
+        "output_head": "  output head (tied)" if is_tied else "  output head",
     }
     return table_of(
         [name for name in names if name in counts],
@@ -82,13 +83,13 @@ def _stages(record: Values, conversion: Values) -> Table:
     rows = [
         [
             row["stage"],
-            in_bytes(row["memory_total"]) + " (too much)" * (not row["fits"]),
+            _memory(row),
             _hours(row["hours"]),
-            in_bytes(row["disk"]),
+            in_about(row["disk"]),
         ]
         for row in conversion["stages"]
     ]
-    total, run = in_bytes(record["disk_total"]), record["run"]
+    total, run = in_about(record["disk_total"]), record["run"]
     rows.append(["all, with the dense model", "", _hours(conversion["hours"]), total])
     tokens = (
         f"text {run['text_tokens']:,}, start {run['calibration_tokens']:,}, "
@@ -102,6 +103,12 @@ def _stages(record: Values, conversion: Values) -> Table:
     )
 
 
+def _memory(row: Values) -> str:
+    """The memory of a stage, and whether the device has less."""
+    needed = in_about(row["memory_total"])
+    return needed if row["fits"] else f"{needed} (too much)"
+
+
 def _conversions(conversions: list[Values]) -> Table:
     """Time of the longest stages, and of all, on each machine."""
     names = {"start from data": "start", "alignment": "alignment", "repair": "repair"}
@@ -109,7 +116,7 @@ def _conversions(conversions: list[Values]) -> Table:
     for each in conversions:
         hours = {row["stage"]: _hours(row["hours"]) for row in each["stages"]}
         most = max(row["memory_total"] for row in each["stages"])
-        memory = in_bytes(most) if each["fits"] else "does not fit"
+        memory = in_about(most) if each["fits"] else "does not fit"
         times = [hours.get(name, "-") for name in names]
         rows.append([_machine(each), memory, *times, _hours(each["hours"])])
     return Table(
@@ -129,7 +136,12 @@ def _choices(record: Values) -> Table:
 
 
 def _hours(hours: float | None) -> str:
-    return "-" if hours is None else in_time(hours)
+    """An estimated time, no finer than a minute."""
+    if hours is None:
+        return "-"
+    if hours < 1 / 60:
+        return "under 1 min"
+    return f"{60 * hours:.0f} min" if hours < 1 else in_time(hours)
 
 
 def _plans(run: Values, plans: list[Values]) -> Table:
@@ -137,8 +149,8 @@ def _plans(run: Values, plans: list[Values]) -> Table:
     rows = []
     for plan in plans:
         if way := plan["recommended"]:
-            at_once, memory = str(way["micro_batch_size"]), in_bytes(way["memory_total"])
-            memory += f", host {in_bytes(way['on_host'])}" if way["on_host"] else ""
+            at_once, memory = str(way["micro_batch_size"]), in_about(way["memory_total"])
+            memory += f", host {in_about(way['on_host'])}" if way["on_host"] else ""
             speed, hours = f"{way['tokens_per_s']:,.0f}", f"{plan['gpu_hours']:,.0f}"
             time = in_time(plan["hours"])
             rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])

@@ -17,8 +17,9 @@ from dotmoe.common.tables import (
     whole_line,
     without_html,
 )
-from dotmoe.measure.report import RunResults
+from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
+from dotmoe.measure.report.results import RunResults
 from dotmoe.measure.report.sections import Blocks, in_short, overview, sections
 from dotmoe.method.granularity import targets_of
 from dotmoe.run.folder import STAGES
@@ -55,7 +56,8 @@ def html(run: RunResults) -> str:
     """The report as one HTML page that loads nothing."""
     shown, picture = _shown(run), b""
     if is_installed():
-        picture = quality_svg(run.models, run.results["parameters"], run.files.get("curve"))
+        alike = {n: m for n, m in run.models.items() if times_perplexity(m, run.results["dense"])}
+        picture = quality_svg(alike, run.results["parameters"], run.files.get("curve"))
     return _TEMPLATES.get_template("page.html.jinja").render(
         **shown,
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
@@ -103,8 +105,11 @@ def _what_next(results: RunResults) -> list[RenderableType]:
     if not results.is_finetuned and targets_of(results.splits) == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
     notes = f" (with {len(record.notes)} notes for serving)" if record.notes else ""
+    lowered = [record.context_lowered] if record.context_lowered else []
     return [
-        Text("The files hold all experts: what is saved is work, not disk or memory.\n"),
+        Text("The files hold all experts: what is saved is work, not disk or memory."),
+        *(Text(each) for each in lowered),
+        Text(""),
         whole_line(f"checkpoint  {export}"),
         whole_line(f"report      {run / STAGES['report'] / 'report.html'}{notes}"),
         *(ShellCommand(f"{name:<12}", words) for name, words in commands.items()),

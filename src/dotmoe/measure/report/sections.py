@@ -10,11 +10,12 @@ from dotmoe.common.files import Values
 from dotmoe.common.tables import Table, figure, in_bytes, millions, percent, table_of
 from dotmoe.measure.bench import table as bench_table
 from dotmoe.measure.evaluate import MEASUREMENTS
+from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.evaluate.models import sides_of
 from dotmoe.measure.evaluate.perplexity import curve_table, perplexity_table, text_names
 from dotmoe.measure.evaluate.tasks import shown_tasks
 from dotmoe.measure.inspection.tables import counts_table, in_words
-from dotmoe.measure.report import RunResults
+from dotmoe.measure.report.results import RunResults
 from dotmoe.method.granularity import targets_of
 
 
@@ -185,9 +186,12 @@ def sections(run: RunResults) -> dict[str, Blocks]:
 
 def in_short(moe: Values, dense: Values, counts: Values) -> str:
     """One sentence on what was lost and gained, in plain words."""
+    times = times_perplexity(moe, dense)
+    lost = "Perplexity was not measured as the dense model's was"
+    if times is not None:
+        lost = f"Perplexity is {times:.2f} times the dense model's (on {text_names(dense)})"
     return (
-        f"Perplexity is {moe['perplexity'] / dense['perplexity']:.2f} times the dense model's (on "
-        f"{text_names(dense)}), and {millions(counts['active'])} of {millions(counts['dense'])} "
+        f"{lost}, and {millions(counts['active'])} of {millions(counts['dense'])} "
         f"parameters ({percent(counts['active'] / counts['dense'])}) work on a token."
     )
 
@@ -198,7 +202,7 @@ def overview(models: Mapping[str, Values], counts: Values) -> Table:
     columns: dict[str, Callable[[tuple[str, Values]], str]] = {
         "model": lambda row: row[0],
         "perplexity": lambda row: f"{row[1]['perplexity']:.2f}",
-        "times dense": lambda row: f"{row[1]['perplexity'] / dense['perplexity']:.3f}",
+        "times dense": lambda row: figure(times_perplexity(row[1], dense), ".3f"),
         "parameters for a token": lambda row: millions(
             counts["dense" if row[1] is dense else "active"]
         ),

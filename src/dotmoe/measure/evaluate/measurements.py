@@ -1,0 +1,47 @@
+"""The measurements by name, and `evaluate`, which makes those that a config selects."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dotmoe.common.files import Values, write_json
+from dotmoe.common.options import checked
+from dotmoe.common.progress import Progress
+from dotmoe.common.tables import Table
+from dotmoe.measure.config import EvaluateConfig
+from dotmoe.measure.evaluate import fidelity, generation, perplexity, tasks
+from dotmoe.measure.evaluate.models import sides_of
+from dotmoe.run.folder import provenance
+
+Measure = Callable[[EvaluateConfig, Progress], Values]
+Show = Callable[[Values], list[Table | str]]
+MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
+    "perplexity": (
+        perplexity.measure_perplexity,
+        lambda result: [perplexity.perplexity_table({s["name"]: s for s in sides_of(result)})],
+    ),
+    "tasks": (tasks.measure_tasks, tasks.shown_tasks),
+    "fidelity": (fidelity.measure_fidelity, lambda result: [fidelity.fidelity_table(result)]),
+    "generation": (generation.measure_generation, generation.shown_texts),
+    "curve": (perplexity.measure_curve, lambda result: [perplexity.curve_table(result)]),
+}
+"""The function that measures and the one that shows the result, by the result file's name."""
+
+
+def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[str, Values]:
+    """Measure what `config` selects, by name.
+
+    Each result is also written to `config.out`/NAME.json if `out` is given. Raises `UserError` if
+    options are out of range, or the model or text is missing, or they do not fit each other.
+    """
+    config, results = checked(config), dict[str, Values]()
+    for name in config.measurements:
+        measure, _ = MEASUREMENTS[name]
+        results[name] = {
+            "origin": "measured",
+            "name": config.model,
+            **measure(config, progress or Progress(quiet=True)),
+            "provenance": provenance(seed=0),
+        }
+        if config.out is not None:
+            write_json(Path(config.out) / f"{name}.json", results[name])
+    return results

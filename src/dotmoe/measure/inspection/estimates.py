@@ -1,0 +1,236 @@
+"""Estimates of what a conversion would give and cost, from the config alone."""
+
+import math
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from dotmoe.common.distributed import num_ranks, resolved_device
+from dotmoe.common.errors import UserError
+from dotmoe.common.options import check
+from dotmoe.common.tables import in_time
+from dotmoe.export.architectures import FORMATS
+from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, context_note, format_for
+from dotmoe.export.format import EXPORTED
+from dotmoe.export.llama_cpp import most_active_experts
+from dotmoe.export.transformers_format import TransformersFormat, limits_met
+from dotmoe.measure.config import InspectConfig
+from dotmoe.measure.inspection.planner import (
+    ACCELERATORS,
+    Accelerator,
+    dtype_name,
+    measured_here,
+    plan,
+)
+from dotmoe.measure.inspection.sizes import Sizes, exported_bytes
+from dotmoe.measure.inspection.stages import SPLIT_LEFT_OUT, UNMEASURED, Stages
+from dotmoe.method.calibrate import LAYERS_PER_DENSE
+from dotmoe.method.config import RepairConfig
+from dotmoe.method.granularity import Splits, to_record
+from dotmoe.models.checkpoint import Tensors
+from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
+from dotmoe.models.load import dense_config, resolved_dtype
+from dotmoe.run.config import RunConfig
+from dotmoe.run.settled import settled, splits_for
+
+AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
+_HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
+
+
+def inspect_model(
+    config: Any, options: InspectConfig, *, stored: torch.dtype, here: Accelerator | None = None
+) -> dict[str, Any]:
+    """Sizes, costs and warnings of converting a model of this Hugging Face config, as JSON values.
+
+    `stored` is the dtype of its checkpoint. `here` is this machine; None measures it, in about a
+    second, unless a GPU is named. Raises a `UserError` if the family is not supported, the split
+    does not fit the model, a size is out of range, or the device is absent.
+    """
+    check(options)
+    device = resolved_device(options.load.device)
+    options, dense, sizes, form = _sized(config, options, stored)
+    is_asked = options.finetune_recipe or options.finetune_steps or options.train
+    machines = [] if options.gpu else [here or _measured(device, options, stored)]
+    own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
+    for name in [options.gpu] if options.gpu else ACCELERATORS:
+        for gpus in [options.gpus] if options.gpus else (1, 8):
+            machines.append(replace(ACCELERATORS[name].computing_in(own), gpus=gpus))
+    chosen = list[str]()
+    if options.time:
+        options, why = chosen_in_time(options, machines[0])
+        chosen.append(why)
+    stages = Stages(sizes, options)
+    trainings = stages.trainings()
+    if stages.compares_layers:
+        most = sizes.widths.layers // LAYERS_PER_DENSE
+        chosen.append(f"up to {most} leading layers stay dense, which it measures on the text")
+    plans, conversions, choices = (list[dict[str, Any]]() for _ in range(3))
+    for machine in machines:
+        made = {
+            task: {"task": task, **plan(step, machine, tokens=tokens)}
+            for task, (step, tokens) in trainings.items()
+        }
+        plans += made.values()
+        align = made.get("align")
+        conversions.append(stages.on(machine, align))
+        if not choices and options.repair:  # on the first machine
+            for name, choice in stages.repaired():
+                hours = choice.on(machine, align)["hours"]
+                choices.append({"command": f"convert MODEL OUT {name}", "hours": hours})
+            if tuned := made.get("finetune"):
+                given: dict[str, Any] = {"recipe": options.finetune_recipe, "train": options.train}
+                given |= {"steps": options.finetune_steps}
+                words = ["finetune OUT OUT2", *(f"--{n} {x}" for n, x in given.items() if x)]
+                choices.append({"command": " ".join(words), "hours": tuned["hours"]})
+    written = {row["stage"]: row["disk"] for row in conversions[0]["stages"] if row["disk"]}
+    there = {"dense checkpoint (unless it is there)": stored.itemsize * sizes.counts.dense_total}
+    items = {"disk": there | written, "exported": exported_bytes(sizes)}
+    return {
+        "origin": "estimated",
+        "model_type": config.model_type,
+        "widths": sizes.widths._asdict(),
+        "stored_dtype": dtype_name(stored),
+        "written_dtype": dtype_name(sizes.written),
+        "granularity": to_record(sizes.splits),
+        "counts": asdict(sizes.counts),
+        "run": {
+            "shown": [task for task in trainings if task == "align" or is_asked],
+            "tokens": {task: tokens for task, (_, tokens) in trainings.items()},
+            "text_tokens": stages.text_tokens,
+            "calibration_tokens": stages.calibration_tokens,
+            "repair_tokens": stages.repair_tokens,
+            "repair_epochs": options.repairing.repair_epochs,
+            "device": str(device),
+        },
+        **items,
+        **{f"{name}_total": sum(each.values()) for name, each in items.items()},
+        "conversions": conversions,
+        "choices": choices,
+        "plans": plans,
+        "chosen": chosen,
+        "unmeasured": [*UNMEASURED]
+        if options.method == "dot_moe"
+        else [*UNMEASURED, SPLIT_LEFT_OUT],
+        "warnings": _warnings(dense, sizes, options, form),
+        "limits": []
+        if isinstance(form, str) or "vLLM" not in form.servers
+        else limits_met(form.config(dense, sizes.split, dtype_name(sizes.written))),
+    }
+
+
+def chosen_in_time(
+    config: AnyConversion, here: Accelerator | None = None
+) -> tuple[AnyConversion, str]:
+    """The config with the repair that loses least and fits into `config.time` here, and why.
+
+    Raises a `UserError` if `time` is no duration, none fits, or the repair is given as well.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", config.time or "")
+    if not match:
+        raise UserError(f"time is {config.time!r}, but it must be a duration, as 30m, 2h or 1d.")
+    if not config.repair or config.repairing != RepairConfig():
+        raise UserError(
+            f"time is {config.time}, which chooses the repair, but options of a repair are given "
+            "as well. Leave one of the two out."
+        )
+    model, folder = dense_config(config.model)
+    stored, device = stored_dtype(model, folder), resolved_device(config.load.device)
+    meant, _, sizes, _ = _sized(model, config, stored)
+    here = here or replace(_measured(device, config, stored), gpus=num_ranks())
+    stages, said = Stages(sizes, meant), list[str]()
+    training = stages.trainings().get("align")
+    align = None if training is None else plan(training[0], here, tokens=training[1])
+    for name, choice in stages.repaired():
+        hours = choice.on(here, align)["hours"] or math.inf
+        said.append(f"{name or 'the default repair'} about {in_time(hours)}")
+        if hours <= float(match[1]) * _HOURS[match[2]]:
+            text = f"time {config.time}: takes {', not '.join(reversed(said))}, by estimate"
+            return replace(config, repairing=choice.config.repairing), text
+    raise UserError(
+        f"time is {config.time}, but no repair takes less here: {', '.join(said)}. Raise time, or "
+        "give --no-repair."
+    )
+
+
+def _sized(
+    config: Any, options: AnyConversion, stored: torch.dtype
+) -> tuple[AnyConversion, DenseModel, Sizes, TransformersFormat | str]:
+    """The options as `convert` settles them, the described model, its sizes, and the format.
+
+    Instead of the format, why none can hold this.
+    """
+    written = EXPORTED.get(stored, torch.bfloat16)
+    if options.export.export_dtype != "source":
+        written = getattr(torch, options.export.export_dtype)
+    model, family = meta_model(config), family_of(config)
+    dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
+    options = settled(options, dense, written)
+    splits = splits_for(options.method, options, dense, written)
+    sizes = Sizes(model, splits, stored=stored, written=written)
+    form = _format_or_refusal(dense, splits, options.export.format, written)
+    return options, dense, sizes, form
+
+
+def _measured(device: torch.device, options: RunConfig, stored: torch.dtype) -> Accelerator:
+    """This machine, in the dtype that a conversion computes in."""
+    dtype = resolved_dtype(options.load.dtype, device)
+    if dtype == "auto":
+        dtype = torch.bfloat16 if stored.itemsize == 2 else torch.float32
+    return measured_here(device, dtype)
+
+
+def stored_dtype(config: Any, folder: Path) -> torch.dtype:
+    """Dtype of the FFN weights in a checkpoint, else the config's, else bfloat16."""
+    if not any(folder.glob("*.safetensors")):
+        dtype = getattr(config, "dtype", None) or torch.bfloat16
+        return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    family = family_of(config)
+    return Tensors(folder, tied=False, part_of=lambda name: family.stored(config, name)).dtype
+
+
+def _warnings(
+    dense: DenseModel, sizes: Sizes, options: InspectConfig, form: TransformersFormat | str
+) -> list[str]:
+    """Warnings about one conversion; what the export would refuse comes first."""
+    split, widths, traits = sizes.split, sizes.widths, sizes.traits
+    of_neurons, served = split.target == "ffn", isinstance(form, str) or form.name != OWN
+    size, active = split.expert_size, split.active_experts
+    lowered = ""
+    if not isinstance(form, str):
+        lowered = context_note(dense, sizes.splits, form, sizes.written)
+    rope_type = rope_of(dense.config)["rope_type"]
+    only_llama = rope_type in ("llama3", "yarn") or traits.output_bias  # not in gguf_glm4moe
+    most = most_active_experts(traits, split, widths.layers, 5 if only_llama else 8)
+    sentences = {
+        f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
+        "bfloat16 (rounds the weights; assumed here) or float32 (twice the size).": (
+            options.export.export_dtype == "source" and sizes.stored not in EXPORTED
+        ),
+        "float16 weights are exported as float32 (exact, twice the size), because float16 cannot "
+        "hold the scaled routers; --export-dtype bfloat16 rounds the weights.": (
+            options.export.export_dtype == "source" and sizes.stored == torch.float16
+        ),
+        f"Export refuses this: {form}": isinstance(form, str),
+        NEEDS_OWN_CODE: not served,
+        f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a GGUF "
+        "of it is refused. With larger experts fewer run.": served and active > most,
+        f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
+        "llama.cpp quantises down_proj in multiples of 32 only.": of_neurons and size % 64 > 0,
+        lowered: bool(lowered),
+    }
+    return [sentence for sentence, applies in sentences.items() if applies]
+
+
+def _format_or_refusal(
+    dense: DenseModel, splits: Splits, name: str, written: torch.dtype
+) -> TransformersFormat | str:
+    """The format of the export, or why none can hold this; raised if no layer is split."""
+    try:
+        return FORMATS[format_for(dense, splits, name, written).name]
+    except UserError as error:
+        if splits[0].first_dense_layers >= dense.widths.layers:
+            raise
+        return str(error)

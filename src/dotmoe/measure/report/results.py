@@ -1,0 +1,138 @@
+"""Reads the result files of a run, once per report. What was not measured is absent."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import DamagedError, Values, read_json
+from dotmoe.common.options import values_of
+from dotmoe.export.record import ExportRecord
+from dotmoe.measure.evaluate.tasks import of_model
+from dotmoe.method.granularity import from_record
+from dotmoe.run.config import PAPER
+from dotmoe.run.folder import RunFolder
+
+RIVALS = "rivals"
+"""File of `6_evaluate` with the perplexity of other models of as many active parameters, by name,
+on the run's held-out text."""
+
+_REMEDY = "Delete it and measure it again."
+
+
+class RunResults:
+    """Contents of the result files of a finished run.
+
+    Raises a `UserError` if the folder holds no finished run, or if a file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        run = RunFolder(folder)
+        if not run.has("evaluate"):
+            raise UserError(
+                f"{folder} is no finished run. Name a folder in which dotmoe convert or finetune "
+                "has finished."
+            )
+        if run.has("prune"):
+            raise UserError(
+                f"{folder} was pruned; such a run has no report. See compare.md one folder up."
+            )
+        self.folder, self.config = folder, run.manifest["config"]
+        self.export = ExportRecord.load(run.stage("export"))
+        evaluated = run.verified("evaluate")
+        self.files = {
+            path.relative_to(evaluated).with_suffix("").as_posix(): _object(path)
+            for path in sorted(evaluated.rglob("*.json"))
+        }
+        """Contents of each JSON file in `6_evaluate`, by path without `.json`: `tasks/piqa`."""
+        self.results = self.files["results"]
+        self.splits = from_record(self.results["granularity"])
+        self.steps = {name: _steps(run.stage(name)) for name in ("align", "finetune")}
+        """Metrics of each step of the alignment and of the finetuning."""
+        self.is_finetuned = run.manifest["command"] == "finetune"
+        self.source: str = self.config["run" if self.is_finetuned else "model"]
+        """The model that was converted or the run that was finetuned, as the user named it."""
+        self.is_repaired = bool(self.config.get("repair"))
+        """Whether the exported model was repaired and not finetuned afterwards."""
+        self.dense_model = run.model
+        """Name of the dense model that every comparison refers to."""
+        ours = "DOT-MoE (paper)" if self._is_by_papers_recipe else "dotmoe"
+        method = str(self.config.get("method", "dot_moe")).replace("dot_moe", ours)
+        self.name = "repaired" if self.is_repaired else "finetuned" if self.is_finetuned else method
+        """Name of the exported model in the report."""
+
+    @property
+    def _is_by_papers_recipe(self) -> bool:
+        """Whether the model was aligned from a random start as in the paper, all experts routed."""
+        papers = values_of(PAPER)
+        chosen = (("calibrate", "start"), ("assignment", "solver"), ("align", "surrogate"))
+        is_alike = all(
+            self.config.get(part, {}).get(name) == papers[part][name] for part, name in chosen
+        )
+        first = self.splits[0]
+        is_whole = not first.shared_size and not first.first_dense_layers
+        return is_alike and is_whole and bool(self.results.get("steps"))
+
+    @property
+    def models(self) -> dict[str, Values]:
+        """Perplexity of each model on the run's held-out text, the dense one first."""
+        results = {
+            "dense": self.results["dense"],
+            **{name: self.results.get(name) for name in ("frozen", "converted", "repaired")},
+            self.name: self.results["moe"],
+            "under the method's own router": self.results.get("moe_own_router"),
+            **self.files.get(RIVALS, {}),
+        }
+        return {name: result for name, result in results.items() if result}
+
+    def named(self, result: Values) -> Values:
+        """A measurement with its one or two models named as the report names them."""
+        dense = dict.fromkeys((self.dense_model, self.dense_model.partition("@")[0]), "dense")
+        named = result | {"name": dense.get(result.get("name", ""), self.name)}
+        for side in ("model", "against"):
+            if isinstance(one := result.get(side), dict):
+                name = dense.get(one["name"], self.name if side == "model" else one["name"])
+                named[side] = one | {"name": name}
+        return named
+
+    @property
+    def tasks(self) -> Values:
+        """Results of the benchmark tasks, in the form that `dotmoe evaluate` uses."""
+        sides = Values()
+        for side, folder in (("against", "against/"), ("model", "tasks/")):
+            files = [file for name, file in self.files.items() if name.startswith(folder)]
+            if files:
+                with self.reading(f"6_evaluate/{folder}"):
+                    sides[side] = of_model(files[0]["model"]["name"], files)
+        return self.named(sides)
+
+    @contextmanager
+    def reading(self, file: str) -> Iterator[None]:
+        """Within this context, a missing or mistyped value of `file` raises a `UserError`."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self.folder / file} lacks a value of the report ({type(error).__name__}: "
+                f"{error}): it is damaged or from another version. {_REMEDY}"
+            ) from error
+
+
+def _object(path: Path) -> Values:
+    try:
+        return read_json(path)
+    except DamagedError as error:
+        raise UserError(f"{str(error).rstrip('.')}. {_REMEDY}") from error
+
+
+def _steps(stage: Path) -> list[Values]:
+    path = stage / "metrics.jsonl"
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    try:
+        return [{"step": None, **json.loads(line)} for line in lines]
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} is truncated or altered. Delete {stage} and repeat the command of the run, "
+            "which makes it again."
+        ) from error
