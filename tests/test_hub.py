@@ -13,9 +13,9 @@ from huggingface_hub.utils import filter_repo_objects
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import write_text
-from dotmoe.models import checkpoint
-from dotmoe.models.checkpoint import checkpoint_folder
+from dotmoe.models import source
 from dotmoe.models.load import describe_dense
+from dotmoe.models.source import checkpoint_folder
 from runs import TINY_CONVERT, TINY_FINETUNE, put_into
 
 NAME = "some-one/Tiny"
@@ -52,7 +52,7 @@ def hub(tmp_path, monkeypatch):
     """A hub that this process uses, with an empty cache."""
     made = Hub(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(made.cache))
-    monkeypatch.setattr(checkpoint, "snapshot_download", made.download)
+    monkeypatch.setattr(source, "snapshot_download", made.download)
     return made
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError
 from dotmoe.export import llama_cpp
-from dotmoe.models.checkpoint import checkpoint_folder
 from dotmoe.models.load import dense_config
+from dotmoe.models.source import checkpoint_folder
 from export.comparison import logits_of
 from runs import TINY_CONVERT, TINY_FINETUNE, loaded, rope
 

@@ -126,7 +126,7 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
         logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler])
         config = Line(name, tuple(arguments)).config()
         from dotmoe.cli import commands
-        from dotmoe.models.on_disk import quiet_transformers
+        from dotmoe.models.stock import quiet_transformers
 
         with quiet_transformers():
             getattr(commands, f"run_{name}")(config)

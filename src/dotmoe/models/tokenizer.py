@@ -21,7 +21,7 @@ from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import Values, read_json
 from dotmoe.models.checkpoint import require_tokenizer
 from dotmoe.models.family import DenseModel
-from dotmoe.models.on_disk import quiet_transformers
+from dotmoe.models.stock import read_stock
 
 WHOLE = "tokenizer.json"
 """File of a whole tokenizer, as the tokenizers library reads it."""
@@ -175,13 +175,12 @@ def _as_stands(stock: Any, text: str) -> str:
 
 def _stock(folder: Path) -> Any:
     """The tokenizer that `AutoTokenizer` makes or, if that fails, the generic one."""
-    with quiet_transformers():
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception:  # of any type; the generic one needs no code or package of its own
-            if not (folder / WHOLE).is_file():
-                raise
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    try:
+        return read_stock(AutoTokenizer, folder)
+    except Exception:  # of any type; the generic one needs no code or package of its own
+        if not (folder / WHOLE).is_file():
+            raise
+        return read_stock(PreTrainedTokenizerFast, folder)
 
 
 def _beyond(tokenizer: Any, rows: int, folder: Path) -> list[str]:

@@ -37,7 +37,7 @@ from dotmoe.common.files import (
     write_json,
 )
 from dotmoe.common.options import COMMAND, differences, from_values, identity, values_of
-from dotmoe.models.checkpoint import at_revision
+from dotmoe.models.source import at_revision
 
 STAGES = {
     "data": "0_data",

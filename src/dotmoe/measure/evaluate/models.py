@@ -16,10 +16,11 @@ from dotmoe.common.files import Values
 from dotmoe.common.progress import Progress, Update
 from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
 from dotmoe.measure.config import EvaluateConfig
-from dotmoe.models.checkpoint import EMBEDDED, at_revision, checkpoint_folder, require_checkpoint
+from dotmoe.models.checkpoint import is_gguf
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import load_weights, resolved_dtype
+from dotmoe.models.load import load_weights, require_loadable, resolved_dtype
 from dotmoe.models.scoring import hidden_states, nats_of
+from dotmoe.models.source import EMBEDDED, at_revision, checkpoint_folder
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.run.folder import RunFolder, export_folder
 
@@ -75,7 +76,7 @@ def model_folder(name: str) -> Path:
             "Transformers export of the same run."
         )
     folder = export_folder(checkpoint_folder(str(file or name)))
-    require_checkpoint(folder)
+    require_loadable(folder)
     require_checksums(folder)
     return folder
 
@@ -99,10 +100,13 @@ def dense_model_of(export: Path, option: str) -> str:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF at a path: the file itself, or the only one in the folder; None if there is none."""
+    """The GGUF at a path: the file itself, or that of an exported folder; None if there is none."""
     path = Path(os.path.expanduser(path))
-    files = [path] if path.suffix == ".gguf" and path.is_file() else list(path.glob("*.gguf"))
-    return files[0] if len(files) == 1 else None
+    if is_gguf(path) and path.is_file():
+        return path
+    files = [each for each in path.glob("*") if is_gguf(each)]
+    is_export = (path / RECORD_FILE).is_file() and not (path / "config.json").exists()
+    return files[0] if is_export and len(files) == 1 else None
 
 
 def by_side(

@@ -26,9 +26,9 @@ from dotmoe.measure.evaluate.models import (
     row_nats,
     stock_nats,
 )
-from dotmoe.models.checkpoint import checkpoint_folder
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import load_weights
+from dotmoe.models.source import checkpoint_folder
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.text.blocks import TokenBlocks, pack, separator_of
 from dotmoe.text.config import DataConfig
