@@ -1,5 +1,7 @@
 """What the commands share: a run in progress, its stages, and a training that fits its device."""
 
+import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from dotmoe.common.distributed import (
     broadcast_from_rank_zero,
@@ -37,12 +40,19 @@ from dotmoe.method.repair import METRICS, repair
 from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import describe_dense, left_on_disk, trained_model
+from dotmoe.models.scoring import loss_of
 from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.tokenise import OTHER, Text, require_sources, tokenise, write_windows
 from dotmoe.training.folder import OnStep
+
+CHANCE_TOKENS = 256
+CHANCE_SHARE = 0.9
+"""Share of the loss of equal chances, log(vocabulary), from which a model has learned nothing: of a
+trained one the loss on a text in another language is about half of it."""
+logger = logging.getLogger(__name__)
 
 Training = TypeVar("Training", AlignConfig, FinetuneConfig)
 
@@ -134,12 +144,26 @@ class Run:
 
         def make(folder: Path) -> Text:
             broadcast_from_rank_zero(lambda: write(folder))
-            return raise_on_all_ranks(lambda: Text.load(folder))
+            text = raise_on_all_ranks(lambda: Text.load(folder))
+            if dense.weights in ("memory", "shards"):
+                self._warn_of_chance(dense, text.training.drawn(CHANCE_TOKENS)[:, :CHANCE_TOKENS])
+            return text
 
         self.text = text = self.stage("data", Text.load, make)
         self.texts = {text.heldout_name: text.heldout}
         if other := self.converted.other_text:
             self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
+
+    def _warn_of_chance(self, dense: DenseModel, tokens_BT: Tensor) -> None:
+        """Say, before anything is paid, that a dense model has not learned this text."""
+        loss, chance = loss_of(dense.model, tokens_BT), math.log(dense.widths.vocabulary)
+        if loss > CHANCE_SHARE * chance and self.is_rank_zero:
+            logger.warning(
+                "%s predicts no better than chance: %.2f nats per token over %d tokens of the "
+                "text, where equal chances for %d tokens give %.2f. Its head, its tokenizer or "
+                "its weights are not those of a trained model: compare it with the original.",
+                *(dense.source, loss, tokens_BT[:, 1:].numel(), dense.widths.vocabulary, chance),
+            )
 
     @contextmanager
     def training_bar(self, title: str) -> Iterator[OnStep]:

@@ -85,9 +85,9 @@ def _what_next(results: RunResults) -> list[str]:
     """Where the results are, and the commands that come next."""
     run, record, export = results.folder, results.export, results.folder / STAGES["export"]
     settings = export / "tokenizer_config.json"
-    chats = (export / "chat_template.jinja").is_file() or (
-        settings.is_file() and "chat_template" in read_json(settings)
-    )
+    chats = (export / "chat_template.jinja").is_file()
+    if settings.is_file() and read_json(settings).get("chat_template"):  # it may be null
+        chats = True
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
     commands = {"generate": write + (["--chat-template"] if chats else ["--temperature", "0.8"])}
