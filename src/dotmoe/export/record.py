@@ -10,7 +10,7 @@ from huggingface_hub import ModelCardData
 
 from dotmoe import __version__
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import Checksum, checksums, damage_in, read_json, write_json
+from dotmoe.common.files import Checksum, checksums, damage_in, read_json, write_json, write_text
 from dotmoe.common.tables import Table, figure, to_markdown
 from dotmoe.export.format import Conversion, Format
 from dotmoe.export.parameters import count_parameters
@@ -194,7 +194,7 @@ def write_model_card(folder: Path, record: ExportRecord, results: Table | None =
         compared=_figures("comparison", record.verification_in_short()),
         results=None if results is None else to_markdown(results),
     )
-    (folder / CARD_FILE).write_text(text, encoding="utf-8")
+    write_text(folder / CARD_FILE, text)
 
 
 def _figures(what: str, values: dict[str, Any]) -> str:

@@ -262,8 +262,7 @@ class RunFolder:
                 )
             return
         require_outside_models(self.path)
-        left_at_a_start = {_LOCK, f".{_MANIFEST}.partial"}
-        if self.path.is_file() or any(p.name not in left_at_a_start for p in self.path.glob("*")):
+        if self.path.is_file() or not all(map(_is_left_at_a_start, self.path.glob("*"))):
             raise UserError(
                 f"{self.path} is in the way: it exists and is no dotmoe run. Choose another folder."
             )
@@ -296,6 +295,12 @@ def export_folder(path: Path) -> Path:
 
 def _is_filled(path: Path) -> bool:
     return path.is_file() or any(path.glob("*"))
+
+
+def _is_left_at_a_start(path: Path) -> bool:
+    """Whether a process that was killed while it began a run leaves this file."""
+    is_partial = path.name.startswith(f".{_MANIFEST}.") and path.suffix == ".partial"
+    return path.name == _LOCK or is_partial
 
 
 def _is_progress(path: Path) -> bool:

@@ -10,7 +10,7 @@ import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dotmoe.common.files import read_json
+from dotmoe.common.files import read_json, write_text
 from dotmoe.common.tables import to_markdown, to_rich
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
@@ -40,9 +40,8 @@ def html_report(run: Path) -> Path:
     """
     results, file = RunResults(run), run / STAGES["report"] / "report.html"
     text = html(results)
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+    write_text(file, text)
+    write_text(file.with_suffix(".md"), markdown(results))
     return file
 
 
