@@ -1,6 +1,7 @@
 """A GGUF file as the dense model: what is read of it, where it is kept, and what is refused."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -338,6 +339,16 @@ def test_a_file_in_place_of_another_is_read_anew(dense_of, gguf_of):
     gguf_of(dense_of("llama", tied=True))
     weights.append(load_file(checkpoint_folder(str(file)) / "model.safetensors"))
     assert weights[0].keys() - weights[1].keys() == {"lm_head.weight"}
+
+
+def test_a_file_whose_content_alone_has_changed_is_read_anew(dense_of, gguf_of):
+    file = gguf_of(dense_of("llama"))
+    first, stat = loaded(file).folder, file.stat()
+    content = bytearray(file.read_bytes())
+    content[-4:] = bytes(4)
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert loaded(file).folder != first
 
 
 def test_files_that_are_none_are_refused(command, tmp_path, monkeypatch):

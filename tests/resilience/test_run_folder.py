@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import identity
 from dotmoe.common.progress import Progress
-from dotmoe.models.checkpoint import fingerprint
+from dotmoe.models.identity import fingerprint
 from dotmoe.pipeline.convert import convert
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
 from dotmoe.run.folder import RunFolder

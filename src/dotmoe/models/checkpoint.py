@@ -1,6 +1,5 @@
 """Checkpoint folders: what must be in one, and its tensors, read by name."""
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ CHANGED = "weights.safetensors"
 """File with the tensors that a repair has changed in one layer."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of these is in every folder with a tokenizer."""
-_END_BYTES = 1 << 20
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating-point dtypes by their name in a safetensors header."""
 _BASE_EMBEDDING = "embed_tokens.weight"
@@ -165,22 +163,6 @@ def require_checkpoint(folder: Path) -> None:
     stored_config(folder)
     tensor_files(folder)
     require_tokenizer(folder)
-
-
-def fingerprint(folder: Path) -> str:
-    """Cheap hash of a checkpoint: config, tokenizer, size and both ends of each weight file."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            digest.update(name.encode() + (folder / name).read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_END_BYTES))
-            file.seek(max(0, size - _END_BYTES))
-            digest.update(file.read(_END_BYTES))
-    return digest.hexdigest()
 
 
 class Tensors:

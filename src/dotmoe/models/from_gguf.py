@@ -1,12 +1,11 @@
 """GGUF files: reading one, and converting a dense model's to an ordinary checkpoint folder.
 
-The folder is cached by the file's path, size and modification time, and by the versions of what
-made it: commands without a run folder read models too, and several runs can share it. Later stages
-read it like any other checkpoint. A file has one such folder: another takes its place.
+The folder is cached by the content of the file and the versions of what made it: commands without a
+run folder read models too, and several runs can share it. Later stages read it like any other
+checkpoint. A file has one such folder: another takes its place.
 """
 
 import json
-import os
 import shutil
 from contextlib import redirect_stderr
 from hashlib import sha256
@@ -24,9 +23,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError, one_line, require_package
-from dotmoe.common.files import complete_folder, require_free
+from dotmoe.common.files import complete_folder, require_free, sha256_of
 from dotmoe.common.progress import Progress
+from dotmoe.models import tokenizer
 from dotmoe.models.gguf_keys import ANOTHER, require_meaning
+from dotmoe.models.identity import cache_folder, content_of
 from dotmoe.models.stock import quiet_transformers, read_stock
 from dotmoe.models.tokenizer import from_parts
 
@@ -91,11 +92,9 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     file that Transformers cannot read completely.
     """
     require_package("accelerate", "gguf", f"{file}, a GGUF,")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
-    stat, versions = file.stat(), [version(name) for name in ("dotmoe", "transformers", "gguf")]
+    cache = cache_folder()
     of_file = sha256(str(file.resolve()).encode()).hexdigest()[:16]
-    identity = f"{stat.st_size} {stat.st_mtime_ns} {' '.join(versions)}"
-    name = f"{of_file}-{sha256(identity.encode()).hexdigest()[:16]}"
+    name = f"{of_file}-{_key_of(file)[:16]}"
     whole, config = cache / name, cache / f"{name}.config"
     wanted = config if config_only else whole
     cache.mkdir(parents=True, exist_ok=True)
@@ -120,6 +119,13 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
                 plain = read_stock(AutoConfig, config)
                 _weights(opened, plain).save_pretrained(partial)
     return wanted
+
+
+def _key_of(file: Path) -> str:
+    """SHA-256 of a file's content and of all that reads it, as text."""
+    readers = [f"{name} {version(name)}" for name in ("gguf", "tokenizers", "transformers")]
+    own = [sha256_of(Path(code)) for code in (__file__, tokenizer.__file__)]
+    return sha256("\n".join([content_of(file), *readers, *own]).encode()).hexdigest()
 
 
 def _config(file: GgufFile) -> Any:

@@ -25,11 +25,12 @@ from dotmoe.models.stock import read_stock
 
 WHOLE = "tokenizer.json"
 """File of a whole tokenizer, as the tokenizers library reads it."""
-_FILES = (
+BESIDE_WEIGHTS = (
     *("tokenizer*", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.*"),
     *("additional_chat_templates/*", "generation_config.json"),
 )
+"""Patterns of the files of a tokenizer, and of the generation config."""
 PROBES = (
     "Once upon a time, there was a little girl named Lily.",
     "def f(x):\n\treturn x ** 2  # 1234567890, 3.14\n\n\nprint(f(12))  ",
@@ -150,7 +151,7 @@ def copy_beside_weights(dense: DenseModel, out: Path) -> None:
             "%s has no %s; %s gets the one that Transformers makes of the other files.",
             *(dense.folder, WHOLE, out),
         )
-    for path in (path for pattern in _FILES for path in dense.folder.glob(pattern)):
+    for path in (path for pattern in BESIDE_WEIGHTS for path in dense.folder.glob(pattern)):
         if path.is_file():
             copy = out / path.relative_to(dense.folder)
             copy.parent.mkdir(exist_ok=True)

@@ -37,8 +37,8 @@ from dotmoe.method.layout import (
     splits_in,
 )
 from dotmoe.method.repair import METRICS, repair
-from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel
+from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import describe_dense, left_on_disk, trained_model
 from dotmoe.models.scoring import loss_of
 from dotmoe.run.config import PruneRunConfig, RunConfig

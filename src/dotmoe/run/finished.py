@@ -6,8 +6,8 @@ from typing import Any
 
 from dotmoe.common.errors import UserError
 from dotmoe.method.layout import LAYOUT, Layouts, load_layouts
-from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel
+from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import MODEL, describe_dense, trained_model
 from dotmoe.run.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.run.folder import RunFolder

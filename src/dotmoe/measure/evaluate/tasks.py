@@ -17,7 +17,7 @@ from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import harness
 from dotmoe.measure.evaluate.models import model_folder, sides_of
 from dotmoe.measure.evaluate.perplexity import error_over
-from dotmoe.models.checkpoint import fingerprint
+from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import resolved_dtype
 from dotmoe.run.folder import STAGES, provenance
 
