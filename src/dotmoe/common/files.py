@@ -164,6 +164,28 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Within this context, one process writes results to a folder, which is made if it is missing.
+
+    Another one gets a `UserError`. A new folder is removed if nothing was written to it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / ".lock"
+    refusal = (
+        f"{folder} is in use by another dotmoe process. Wait for it, or choose another folder."
+    )
+    try:
+        with locked(lock, refusal):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
 def require_outside_models(out: Path) -> None:
     """Refuse a place inside the folder of a model, of which it would become a part."""
     for folder in out.resolve().parents:

@@ -32,6 +32,7 @@ from dotmoe.measure.config import BenchConfig, in_context
 from dotmoe.measure.evaluate.models import loaded, model_folder
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.hooks import cached
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.run.folder import provenance
 
 PROTOCOL = (
@@ -91,8 +92,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         "origin": "measured",
         "protocol": PROTOCOL,
         "runtime": runtime,
-        "dense": {"name": config.dense, **models[0]},
-        "moe": {"name": config.moe, **models[1]},
+        "dense": {"name": config.dense, FINGERPRINT: fingerprint(Path(paths[0])), **models[0]},
+        "moe": {"name": config.moe, FINGERPRINT: fingerprint(Path(paths[1])), **models[1]},
         "points": points,
         "break_even": break_even(points),
         "settings": asdict(config) | {"threads": threads, "device": device},

@@ -38,7 +38,7 @@ from dotmoe.method.layout import (
 )
 from dotmoe.method.repair import METRICS, repair
 from dotmoe.models.family import DenseModel
-from dotmoe.models.identity import fingerprint
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import describe_dense, left_on_disk, trained_model
 from dotmoe.models.scoring import loss_of
 from dotmoe.run.config import PruneRunConfig, RunConfig
@@ -244,9 +244,12 @@ class Run:
         return read_json(self.folder.verified("evaluate") / RESULTS)
 
     def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
-        """Perplexity of the dense model and of exports, by name."""
+        """Perplexity of the dense model and of exports, by name, each with its fingerprint."""
         with self.progress.bar("evaluate", tokens=1) as update:
-            return perplexity.perplexities(dense, exports, self.texts, update)
+            results = perplexity.perplexities(dense, exports, self.texts, update)
+        for name, folder in {"dense": dense.folder, **exports}.items():
+            results[name][FINGERPRINT] = fingerprint(folder)
+        return results
 
     def perplexity_within(
         self, change: AbstractContextManager[None], name: str, dense: DenseModel

@@ -6,6 +6,7 @@ of it are atomic, so the stages that it records are always the first ones, in or
 `config.json` is a plain copy of the config, for `--config`.
 """
 
+import hashlib
 import os
 import platform
 import shlex
@@ -56,6 +57,13 @@ STAGES = {
 
 RESULTS = "results.json"
 """The file that the evaluate stage writes; others in its folder come from other commands."""
+
+_CHANGED = {
+    "model": "with another model of that name: its files have changed since. Restore them",
+    "text": "with other text of that name: its files have changed since. Restore them",
+    "experts": "from another run: the experts are not the same. Name that run",
+}
+"""What is said of an input of a run that is not the recorded one, by its name in the manifest."""
 
 _MANIFEST, _CONFIG, _LOCK, _CHECKPOINTS = "manifest.json", "config.json", ".lock", "checkpoints"
 _PROGRESS = ("metrics.jsonl", _CHECKPOINTS)
@@ -127,6 +135,13 @@ class RunFolder:
             )
         return folder
 
+    def fingerprint_of(self, name: str) -> str:
+        """SHA-256 that identifies all tensors that a finished stage has written."""
+        files = self.manifest["stages"][name]["files"]
+        tensors = [file for file in sorted(files) if file.endswith(".safetensors")]
+        lines = [f"{files[file]['sha256']}  {file}\n" for file in tensors]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
     def seconds(self, *names: str) -> float | None:
         """Total seconds of the finished stages, without interrupted attempts; None if none is."""
         stages = self.manifest["stages"]
@@ -168,29 +183,24 @@ class RunFolder:
         """Record the config and inputs of the run, or refuse inputs other than the recorded ones.
 
         `model` is the user's name for the dense model, `revision` its commit on the hub; `inputs`
-        are the fingerprints of `model`, and of the `layout` if one is finetuned.
+        are fingerprints by name: of the `model`, of its `text`, of the `experts` to finetune. One
+        that is left out stays as it is recorded.
         """
+        stages = {}
         if self.exists:
             self.require_inputs(inputs)
-        stages = self.manifest["stages"] if self.exists else {}
+            stages, inputs = self.manifest["stages"], {**self.manifest["inputs"], **inputs}
         values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
         about |= {"revision": revision}
         self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
         write_json(self.path / _CONFIG, values)
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
-        """Refuse a model or layout other than the one that the run was started with."""
+        """Refuse inputs other than those that the run was started with; see `begin`."""
         recorded = self.manifest["inputs"]
-        if recorded["model"] != inputs["model"]:
-            raise UserError(
-                f"{self.path} was started with another model of that name: its files have changed "
-                "since. Restore them, or choose another folder."
-            )
-        if recorded.get("layout") != inputs.get("layout"):
-            raise UserError(
-                f"{self.path} was started from another run: the experts are not the same. Name "
-                "that run, or choose another folder."
-            )
+        for name, said in _CHANGED.items():
+            if name in inputs and inputs[name] != recorded.get(name, inputs[name]):
+                raise UserError(f"{self.path} was started {said}, or choose another folder.")
 
     def run_stage(
         self,

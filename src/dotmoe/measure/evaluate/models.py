@@ -18,6 +18,7 @@ from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.models.checkpoint import is_gguf
 from dotmoe.models.config import LoadConfig
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import load_weights, require_loadable, resolved_dtype
 from dotmoe.models.scoring import hidden_states, nats_of
 from dotmoe.models.source import EMBEDDED, at_revision, checkpoint_folder
@@ -76,8 +77,8 @@ def model_folder(name: str) -> Path:
             "Transformers export of the same run."
         )
     folder = export_folder(checkpoint_folder(str(file or name)))
-    require_loadable(folder)
     require_checksums(folder)
+    require_loadable(folder)
     return folder
 
 
@@ -115,7 +116,7 @@ def by_side(
     measure: Callable[[StockModel, Update], Values],
     measure_gguf: Callable[[Path, Update], Values] | None = None,
 ) -> Values:
-    """Measure each model; results are under `model` and `against`, with its name and dtype.
+    """Measure each model; results are under `model` and `against`, with name and fingerprint.
 
     With `measure_gguf` a GGUF runs in llama.cpp if dotmoe exported it or a tokenizer is named; any
     other is a dense model for Transformers. Both models are located before any is measured.
@@ -133,7 +134,10 @@ def by_side(
         return {"dtype": stock.dtype, **measure(stock, update)}
 
     with progress.bar("evaluate", tokens=0 if config.generate else 1) as update:  # 0: prompts
-        return {label: {"name": config.names[label], **measured(paths[label])} for label in paths}
+        return {
+            label: {"name": config.names[label], FINGERPRINT: fingerprint(path), **measured(path)}
+            for label, path in paths.items()
+        }
 
 
 def sides_of(result: Values) -> list[Values]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from dotmoe.common.files import Values
 from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.record import ExportRecord, require_checksums
+from dotmoe.export.record import ExportRecord, active_experts_of, require_checksums
 from dotmoe.measure.config import EvaluateConfig, TextConfig
 from dotmoe.measure.evaluate.models import (
     StockModel,
@@ -27,6 +28,7 @@ from dotmoe.measure.evaluate.models import (
     stock_nats,
 )
 from dotmoe.models.family import DenseModel
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import load_weights
 from dotmoe.models.source import checkpoint_folder
 from dotmoe.models.tokenizer import load_tokenizer
@@ -247,6 +249,7 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
             f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
             f"has no curve. {remedy}"
         )
+    record = replace(record, active_experts=active_experts_of(folder, record))
     chosen = config.curve or ladder(record.num_experts, record.active_experts)
     if max(chosen) > record.num_experts:
         raise UserError(
@@ -278,6 +281,7 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
     all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
     return {
         **{name: getattr(record, name) for name in ("name", "format", "source")},
+        FINGERPRINT: fingerprint(folder),
         "dtype": stock.dtype,
         "num_experts": record.num_experts,
         "active_experts": record.active_experts,
