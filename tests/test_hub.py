@@ -68,6 +68,7 @@ def test_a_run_keeps_its_commit_when_main_moves(hub, copied, text_file, tmp_path
     again = command("convert", NAME, run, **options)
     assert again.status == 0, again.err
     assert json.loads((run / "manifest.json").read_text())["revision"] == first
+    assert f"dotmoe convert {NAME}@{first} AGAIN" in (run / "7_report/report.md").read_text()
     shutil.rmtree(run / "6_evaluate")  # as if it had been interrupted
     assert command("convert", NAME, run, **options).status == 0
     assert command("export", run, tmp_path / "again").status == 0

@@ -10,12 +10,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dotmoe.common.errors import UserError
+from dotmoe.common.files import read_json
 from dotmoe.common.options import identity
 from dotmoe.common.progress import Progress
 from dotmoe.models.identity import fingerprint
 from dotmoe.pipeline.convert import convert
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
+from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RunFolder
+from runs import put_into, refusal
 
 HOW = [
     *("out", "training", "load.device", "load.sharding", "align.activation_checkpointing"),
@@ -104,6 +107,31 @@ def test_a_finetune_is_not_taken_up_from_another_run(finished, finetuned, comman
     assert "was started from another run" in command("finetune", other.folder, *options).refusal()
     moved = finished.copied_to(tmp_path / "moved")
     assert command("finetune", moved.folder, *options).status == 0
+
+
+def test_inputs_are_compared_and_kept_by_name(finished, tmp_path):
+    folder, config = RunFolder(finished.copied_to(tmp_path / "run").folder), config_of(finished)
+    recorded = folder.manifest["inputs"]
+    folder.begin(config, folder.model, None, {"text": "of one file"})
+    folder.begin(config, folder.model, None, recorded)  # its text cannot be read any more
+    assert RunFolder(folder.path).manifest["inputs"] == recorded | {"text": "of one file"}
+    folder.require_inputs({})
+    folder.require_inputs({"text": "of one file"})
+    line = refusal(folder.begin, config, folder.model, None, {"text": "of another"})
+    assert "was started with other text of that name: its files have changed since" in line
+    assert RunFolder(folder.path).manifest["inputs"]["text"] == "of one file"
+
+
+def test_experts_are_known_by_their_tensors_alone(finished, tmp_path):
+    path = finished.copied_to(tmp_path / "run").folder
+    before = FinishedRun(path).fingerprints
+    stages = read_json(path / "manifest.json")["stages"]
+    stages["extract"]["files"] |= {"times.json": {"bytes": 2, "sha256": "of seconds"}}
+    put_into(path / "manifest.json", stages=stages)
+    assert RunFolder(path).fingerprint_of("extract") == before["experts"]
+    stages["extract"]["files"] |= {"layers/weights.safetensors": {"bytes": 2, "sha256": "repaired"}}
+    put_into(path / "manifest.json", stages=stages)
+    assert RunFolder(path).fingerprint_of("extract") != before["experts"]
 
 
 def test_a_folder_that_is_gone_is_made_again_and_all_that_follows(finished, command, tmp_path):

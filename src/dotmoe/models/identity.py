@@ -19,10 +19,12 @@ from dotmoe.models.tokenizer import BESIDE_WEIGHTS
 FINGERPRINT = "fingerprint"
 """Key of a model's fingerprint, beside its name in results."""
 _DECIDES = (
-    *("config.json", "*.safetensors", "*.safetensors.index.json", "adapter_config.json", "*.py"),
+    *("config.json", "*.safetensors", "*.safetensors.index.json", "adapter_config.json"),
+    "modeling_dotmoe.py",
     *BESIDE_WEIGHTS,
 )
-"""Files of a checkpoint that can change what it computes, and its tokenizer's."""
+"""Files of a checkpoint that can change what it computes, and its tokenizer's. The code of an
+export of format `dotmoe` is the only one that is run."""
 _SLOW_BYTES = 1 << 24
 """A smaller file is hashed each time, which takes milliseconds."""
 _SETTLED_NS = 2 * 10**9
