@@ -14,6 +14,7 @@ from dotmoe.common.files import read_json
 from dotmoe.common.options import identity
 from dotmoe.common.progress import Progress
 from dotmoe.models.identity import fingerprint
+from dotmoe.models.load import load_dense, load_weights
 from dotmoe.pipeline.convert import convert
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
@@ -107,6 +108,30 @@ def test_a_finetune_is_not_taken_up_from_another_run(finished, finetuned, comman
     assert "was started from another run" in command("finetune", other.folder, *options).refusal()
     moved = finished.copied_to(tmp_path / "moved")
     assert command("finetune", moved.folder, *options).status == 0
+
+
+def test_the_dense_model_has_left_memory_when_the_export_is_loaded(
+    finished, command, tmp_path, monkeypatch
+):
+    dense, seen = [], []
+
+    def loaded_dense(*arguments):
+        dense.append(load_dense(*arguments))
+        return dense[0]
+
+    def loaded_export(*arguments):
+        seen.append({parameter.device.type for parameter in dense[0].model.parameters()})
+        return load_weights(*arguments)
+
+    monkeypatch.setattr("dotmoe.pipeline.convert.load_dense", loaded_dense)
+    monkeypatch.setattr("dotmoe.measure.evaluate.perplexity.load_weights", loaded_export)
+    options = {name: value for name, value in finished.options.items() if name != "no_repair"}
+    made = replace(finished, folder=tmp_path / "run", options=options | {"repair_epochs": 0})
+    assert command(*made.command()).status == 0
+    assert seen == [{"meta"}]
+    results = read_json(made.folder / "6_evaluate/results.json")
+    assert [*results][:3] == ["dense", "moe", "steps"]
+    assert results["frozen"]["loss"] != results["dense"]["loss"], "both were measured before"
 
 
 def test_inputs_are_compared_and_kept_by_name(finished, tmp_path):

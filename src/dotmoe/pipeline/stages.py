@@ -209,19 +209,28 @@ class Run:
     ) -> None:
         """Measure perplexity of the dense model, the export, and `earlier` exports by name.
 
-        The results also have what `measure` returns and what the export's record contains.
+        The results also have what `measure` returns and what the export's record contains. The
+        dense model's weights are dropped from memory after `measure`, before an export is loaded.
         """
         exported = self.folder.stage("export")
 
         def measured() -> dict[str, Any]:
             record = ExportRecord.load(exported)
-            results = self.perplexities(dense, {**(earlier or {}), "moe": exported})
+            more = dict[str, Any]()
+
+            def rest_of_dense() -> None:
+                more.update(measure())
+                if dense.weights == "memory":
+                    dense.model.to("meta")
+
+            exports = {**(earlier or {}), "moe": exported}
+            results = self.perplexities(dense, exports, rest_of_dense)
             note = f"Text: {perplexity.text_names(results['dense'])}."
             table = replace(perplexity.perplexity_table(results), note=note)
             write_model_card(exported, record, table)
             return {
                 **results,
-                **measure(),
+                **more,
                 "granularity": to_record(splits_in(layouts)),
                 "parameters": record.parameters,
                 "verification": record.verification_in_short(),
@@ -243,12 +252,27 @@ class Run:
         """The results that the evaluate stage wrote."""
         return read_json(self.folder.verified("evaluate") / RESULTS)
 
-    def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
-        """Perplexity of the dense model and of exports, by name, each with its fingerprint."""
+    def perplexities(
+        self,
+        dense: DenseModel,
+        exports: dict[str, Path],
+        between: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Perplexity of the dense model and of exports, by name, each with its fingerprint.
+
+        One export is in memory at a time. `between` is called once the dense model is measured,
+        before they are: nothing reads its weights afterwards.
+        """
+        tokenizer, texts = dense.tokenizer, self.texts
+        place = next(dense.model.parameters()).dtype, dense.device
         with self.progress.bar("evaluate", tokens=1) as update:
-            results = perplexity.perplexities(dense, exports, self.texts, update)
-        for name, folder in {"dense": dense.folder, **exports}.items():
-            results[name][FINGERPRINT] = fingerprint(folder)
+            measured = perplexity.heldout_perplexity(dense.model, tokenizer, texts, update)
+        results = {"dense": measured | {FINGERPRINT: fingerprint(dense.folder)}}
+        between()
+        for name, folder in exports.items():
+            with self.progress.bar("evaluate the export", tokens=1) as update:
+                measured = perplexity.export_perplexity(folder, tokenizer, place, texts, update)
+            results[name] = measured | {FINGERPRINT: fingerprint(folder)}
         return results
 
     def perplexity_within(

@@ -27,7 +27,6 @@ from dotmoe.measure.evaluate.models import (
     row_nats,
     stock_nats,
 )
-from dotmoe.models.family import DenseModel
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import load_weights
 from dotmoe.models.source import checkpoint_folder
@@ -185,20 +184,17 @@ def heldout_perplexity(
     return results[0] | ({"other": results[1]} if len(results) > 1 else {})
 
 
-def perplexities(
-    dense: DenseModel, exports: Mapping[str, Path], texts: Heldout, on_progress: Update = no_update
+def export_perplexity(
+    folder: Path,
+    tokenizer: Any,
+    place: tuple[torch.dtype, torch.device],
+    texts: Heldout,
+    on_progress: Update = no_update,
 ) -> Values:
-    """`heldout_perplexity` of a dense model, as `dense`, and of exports by their names.
-
-    Exports run in the dense model's dtype and on its device, one at a time beside it.
-    """
-    results = {"dense": heldout_perplexity(dense.model, dense.tokenizer, texts, on_progress)}
-    dtype = next(dense.model.parameters()).dtype
-    for name, folder in exports.items():
-        model: Any = load_weights(folder, dtype).to(dense.device)
-        results[name] = heldout_perplexity(model, dense.tokenizer, texts, on_progress)
-        del model  # free it before the next one is loaded
-    return results
+    """`heldout_perplexity` of an export, which is in memory only meanwhile: a dtype, a device."""
+    dtype, device = place
+    model: Any = load_weights(folder, dtype).to(device)
+    return heldout_perplexity(model, tokenizer, texts, on_progress)
 
 
 def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
