@@ -109,3 +109,20 @@ def test_a_model_that_changed_after_a_conversion_is_refused(wide, text_file, com
         shutil.rmtree(wide)
         shutil.copytree(kept, wide)
     assert command(*made.command()).status == 0
+
+
+def test_a_dense_model_that_changed_is_no_baseline_of_its_conversion(
+    copied, text_file, command, tmp_path
+):
+    made = TinyRun("convert", copied, tmp_path / "run", {"data": text_file, **TINY_CONVERT}).made()
+    text = {"text": text_file, "max_tokens": 128}
+    measured = [made.folder, made.folder / "5_export"]
+    for model in measured:
+        assert command("evaluate", model, against=copied, **text).status == 0
+    with rewritten(copied) as tensors:
+        tensors[FFN].zero_()
+    for model in measured:
+        for line in ({"fidelity": []}, {"against": copied}, {"against": copied, "fidelity": []}):
+            said = command("evaluate", model, **line, **text).refusal()
+            assert "files have changed since" in said
+    assert command("evaluate", copied, **text).status == 0

@@ -229,8 +229,10 @@ def test_results_of_an_earlier_export_are_left_out_and_said(measured, tmp_path, 
     put_into(asked / "bench.json", moe={"name": "run"})  # of a version that did not say
     other = read_json(asked / "against/boolq.json")
     put_into(asked / "against/boolq.json", model=other["model"] | {"fingerprint": earlier})
+    compared = read_json(asked / "perplexity.json")  # with a dense model that changed later
+    put_into(asked / "perplexity.json", against=compared["against"] | {"fingerprint": earlier})
     results = RunResults(made)
-    left_out = ["against/boolq", "bench", "curve", "tasks/piqa"]
+    left_out = ["against/boolq", "bench", "curve", "perplexity", "tasks/piqa"]
     assert results.of_others == left_out
     assert not {*left_out} & results.files.keys()
     assert set(results.tasks["model"]["tasks"]) == {"boolq"}

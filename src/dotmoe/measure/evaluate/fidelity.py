@@ -15,7 +15,12 @@ from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.measure.config import EvaluateConfig
-from dotmoe.measure.evaluate.models import dense_model_of, loaded, model_folder
+from dotmoe.measure.evaluate.models import (
+    dense_model_of,
+    loaded,
+    model_folder,
+    require_unchanged_dense,
+)
 from dotmoe.measure.evaluate.perplexity import error_over, packed_text, text_names
 from dotmoe.models.family import TARGETS, family_of
 from dotmoe.models.identity import FINGERPRINT, fingerprint
@@ -40,6 +45,7 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
         )
     against = config.against or dense_model_of(folder, "--against")
     of_dense = model_folder(against)
+    require_unchanged_dense(folder, of_dense)
     dense, other = loaded(of_dense, config.load), loaded(folder, config.load)
     for key in ("vocab_size", "hidden_size"):
         ours, theirs = (getattr(each.model.config, key) for each in (other, dense))

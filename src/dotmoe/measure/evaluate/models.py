@@ -21,7 +21,7 @@ from dotmoe.models.config import LoadConfig
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import load_weights, require_loadable, resolved_dtype
 from dotmoe.models.scoring import hidden_states, nats_of
-from dotmoe.models.source import EMBEDDED, at_revision, checkpoint_folder
+from dotmoe.models.source import EMBEDDED, at_revision, checkpoint_folder, is_local
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.run.folder import RunFolder, export_folder
 
@@ -100,6 +100,16 @@ def dense_model_of(export: Path, option: str) -> str:
     )
 
 
+def require_unchanged_dense(export: Path, against: Path) -> None:
+    """Refuse to compare an export in its run with the run's dense model if that has changed since.
+
+    A hub model does not change: a run names its commit.
+    """
+    run = RunFolder(export.resolve().parent)
+    if run.exists and is_local(run.model) and checkpoint_folder(run.model) == against.resolve():
+        run.require_inputs({"model": fingerprint(against)})
+
+
 def gguf_file(path: Path) -> Path | None:
     """The GGUF at a path: the file itself, or that of an exported folder; None if there is none."""
     path = Path(os.path.expanduser(path))
@@ -126,6 +136,9 @@ def by_side(
         file = gguf_file(Path(name))
         has_tokenizer = file and (config.tokenizer or (file.parent / RECORD_FILE).is_file())
         paths[label] = file if measure_gguf and file and has_tokenizer else model_folder(name)
+
+    if "against" in paths:
+        require_unchanged_dense(paths["model"], paths["against"])
 
     def measured(path: Path) -> Values:  # the model is freed on return
         if measure_gguf and path.is_file():

@@ -17,7 +17,7 @@ from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, figure, table_of
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import harness
-from dotmoe.measure.evaluate.models import model_folder, sides_of
+from dotmoe.measure.evaluate.models import model_folder, require_unchanged_dense, sides_of
 from dotmoe.measure.evaluate.perplexity import error_over
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import resolved_dtype
@@ -110,6 +110,8 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
                 for split, file in files.items()
             }
     folders = {label: model_folder(name) for label, name in config.names.items()}
+    if "against" in folders:
+        require_unchanged_dense(folders["model"], folders["against"])
     fingerprints = {label: fingerprint(folder) for label, folder in folders.items()}
     out = Path(config.out or default_folder(config.model, fingerprints["model"]))
     tasks = cache(lambda: harness.loaded_tasks(list(identities), local, list(SETS)))

@@ -76,7 +76,7 @@ class RunResults:
         """Whether somebody edited the export after the run had measured it."""
         last = "finetune" if self.is_finetuned else "repair" if self.is_repaired else "extract"
         known = {exported, dense, run.fingerprint_of(last)}
-        self.of_others = _of_others(self.files, known, dense)
+        self.of_others = _of_others(self.files, known, (run.model, dense))
         """Names of the files that are left out: they measured another model, such as an earlier
         export of the run, or do not say which."""
         for name in self.of_others:
@@ -127,31 +127,51 @@ class RunResults:
             ) from error
 
 
-def _of_others(files: Mapping[str, Values], known: Container[Any], dense: str) -> list[str]:
-    """Names of results of a model without a known fingerprint.
+def _of_others(
+    files: Mapping[str, Values], known: Container[Any], dense: tuple[str, str]
+) -> list[str]:
+    """Names of results of a model without a `known` fingerprint.
 
-    Tasks of `against` are of the `dense` model; where it was not asked, of the model of the first.
+    `dense`: name and fingerprint of the dense model, which must be what a result beside that name
+    is of. Tasks in `against` are all of one model: of the dense one if it was asked any.
     """
     beside = {
-        name: _fingerprint_in(content)
+        name: _fingerprint_in(content, "model")
         for name, content in files.items()
         if name.startswith("against/")
     }
-    other = dense if dense in beside.values() else next(iter(beside.values()), None)
-    return [
-        name
-        for name, content in files.items()
-        if name.partition("/")[0] in _MEASURED
-        and (beside[name] != other if name in beside else _fingerprint_in(content) not in known)
-    ]
+    asked = dense[1] if dense[1] in beside.values() else next(iter(beside.values()), None)
+    left_out = []
+    for name, content in files.items():
+        if name in beside:
+            is_other = beside[name] != asked
+        else:
+            sides = ["model"]
+            if _name_of_other(content) == dense[0]:
+                sides.append("against")
+            is_other = any(_fingerprint_in(content, side) not in known for side in sides)
+        if is_other and name.partition("/")[0] in _MEASURED:
+            left_out.append(name)
+    return left_out
 
 
-def _fingerprint_in(content: Values) -> Any:
-    """Fingerprint of the model that a result file is about; None if it does not say."""
-    sides = (content.get(name) for name in ("model", "moe"))
-    side = next((side for side in sides if isinstance(side, dict)), content)
-    found = side.get(FINGERPRINT)
-    return found.get("model") if isinstance(found, dict) else found
+_OF_BENCH = {"model": "moe", "against": "dense"}
+"""What a speed measurement calls the two models."""
+
+
+def _fingerprint_in(content: Values, side: str) -> Any:
+    """Fingerprint of the `model` of a result file, or of `against`; None if it does not say."""
+    for name in (side, _OF_BENCH[side]):
+        if isinstance(one := content.get(name), dict):
+            return one.get(FINGERPRINT)
+    found = content.get(FINGERPRINT)
+    return found.get(side) if isinstance(found, dict) else found
+
+
+def _name_of_other(content: Values) -> Any:
+    """Name of the model beside the one that a result file is about; None if there is none."""
+    other = content.get("against", content.get("dense"))
+    return other.get("name") if isinstance(other, dict) else other
 
 
 def _object(path: Path) -> Values:
