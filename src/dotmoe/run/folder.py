@@ -196,9 +196,14 @@ class RunFolder:
         write_json(self.path / _CONFIG, values)
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
-        """Refuse inputs other than those that the run was started with; see `begin`."""
+        """Refuse inputs other than those that the run was started with; see `begin`.
+
+        Before the text is tokenised, it may be mended.
+        """
         recorded = self.manifest["inputs"]
         for name, said in _CHANGED.items():
+            if name == "text" and "data" not in self.manifest["stages"]:
+                continue
             if name in inputs and inputs[name] != recorded.get(name, inputs[name]):
                 raise UserError(f"{self.path} was started {said}, or choose another folder.")
 
