@@ -26,6 +26,8 @@ class Command(NamedTuple):
     help: str
     common: tuple[str, ...] = ()
     """Options that `--help` shows; `--help-all` shows the others too. Empty: both show all."""
+    is_shared: bool = False
+    """Whether torchrun's processes share the work; any other command runs in one."""
     recipes: str | None = None
     """The command whose recipes and config files this one starts from."""
 
@@ -48,6 +50,7 @@ COMMANDS = {
     "convert": Command(
         "Turn a dense checkpoint into an MoE checkpoint.",
         common=("data", *_SPLIT, *_START, *_MACHINE, "time", "eval-text", "format", "method"),
+        is_shared=True,
         recipes="convert",
     ),
     "compare": Command(
@@ -63,6 +66,7 @@ COMMANDS = {
         common=(
             *("train", *_TEXT, *_START, *_TRAINING, "lr-router", "kl-weight", *_MACHINE, "format"),
         ),
+        is_shared=True,
         recipes="finetune",
     ),
     "export": Command("Write a finished run in another format or with another k."),
@@ -126,8 +130,11 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
         logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler])
         config = Line(name, tuple(arguments)).config()
         from dotmoe.cli import commands
-        from dotmoe.models.on_disk import quiet_transformers
+        from dotmoe.common.distributed import require_one_process
+        from dotmoe.models.stock import quiet_transformers
 
+        if not COMMANDS[name].is_shared:
+            require_one_process(f"dotmoe {name}")
         with quiet_transformers():
             getattr(commands, f"run_{name}")(config)
     else:

@@ -10,7 +10,7 @@ import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dotmoe.common.files import read_json
+from dotmoe.common.files import read_json, write_text
 from dotmoe.common.tables import to_markdown, to_rich, without_html
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
@@ -40,9 +40,8 @@ def html_report(run: Path) -> Path:
     """
     results, file = RunResults(run), run / STAGES["report"] / "report.html"
     text = html(results)
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+    write_text(file, text)
+    write_text(file.with_suffix(".md"), markdown(results))
     return file
 
 
@@ -86,9 +85,9 @@ def _what_next(results: RunResults) -> list[str]:
     """Where the results are, and the commands that come next."""
     run, record, export = results.folder, results.export, results.folder / STAGES["export"]
     settings = export / "tokenizer_config.json"
-    chats = (export / "chat_template.jinja").is_file() or (
-        settings.is_file() and "chat_template" in read_json(settings)
-    )
+    chats = (export / "chat_template.jinja").is_file()
+    if settings.is_file() and read_json(settings).get("chat_template"):  # it may be null
+        chats = True
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
     commands = {"generate": write + (["--chat-template"] if chats else ["--temperature", "0.8"])}
