@@ -178,7 +178,8 @@ def test_the_dense_model_has_left_memory_when_the_export_is_loaded(
 
 def test_inputs_are_compared_and_kept_by_name(finished, tmp_path):
     folder, config = RunFolder(finished.copied_to(tmp_path / "run").folder), config_of(finished)
-    recorded = folder.manifest["inputs"]
+    recorded = {"model": "of its files"}
+    put_into(folder.path / "manifest.json", inputs=recorded)
     folder.begin(config, folder.model, None, {"text": "of one file"})
     folder.begin(config, folder.model, None, recorded)  # its text cannot be read any more
     assert RunFolder(folder.path).manifest["inputs"] == recorded | {"text": "of one file"}
