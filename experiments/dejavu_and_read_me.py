@@ -226,7 +226,7 @@ def rows_of(found: FinishedRun, dense: DenseModel, settings: Settings) -> Iterat
     """Yield all rows; `added` and `stored` are shares of the dense FFNs' weights."""
     config, text, split = found.config, found.text.training, found.layouts[0].granularity
     assert isinstance(config, RunConfig)
-    start = calibrate(dense, text, split, config.calibrate, seed=settings.seed)
+    start = calibrate(dense, text, split, config.calibrate, config.assignment, seed=settings.seed)
     layout, tokens = extract(start, split, config.assignment), config.calibrate.tokens
     few, more = (text.drawn(times * tokens(dense.widths.model)) for times in (1, 4))
     ffns = 3 * dense.widths.model * dense.widths.ffn * layout.num_layers

@@ -36,7 +36,6 @@ from dotmoe.run.config import RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import provenance
 from dotmoe.training.loop import train
-from dotmoe.training.losses import Taught
 
 RIVALS = ("cmoe", "llama_moe_v2", "random_split")
 
@@ -65,19 +64,15 @@ class LayerByLayer(Alignment):
 
     layers: tuple[int, ...]
 
-    def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """Keep the inputs of the FFNs in `inputs`; nothing else is learned from."""
-        self.inputs: dict[int, Tensor] = {}
-        modules = self.dense.family.layers(self.dense.model)
-        ffns = {index: modules[index].get_submodule("mlp") for index in self.layers}
-        with input_hooks(ffns, self.inputs.__setitem__):
-            return super().teacher(tokens_BT)
-
-    def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
+    def losses(self, tokens_BT: Tensor) -> dict[str, Tensor]:
         """Sum over layers of the relative squared error, plus z-loss and balance loss."""
         modules, total = self.dense.family.layers(self.dense.model), torch.zeros(())
+        ffns = {index: modules[index].get_submodule("mlp") for index in self.layers}
+        inputs: dict[int, Tensor] = {}
+        with input_hooks(ffns, inputs.__setitem__), torch.no_grad():
+            self.teacher(tokens_BT)
         with router_losses() as routers:
-            for index, x_BTD in self.inputs.items():
+            for index, x_BTD in inputs.items():
                 ffn: Any = modules[index].get_submodule("mlp")
                 with dense_only(), torch.no_grad():
                     target = ffn(x_BTD)
@@ -114,7 +109,9 @@ def main() -> None:
             error, power = (float(each.square().mean()) for each in (output - target, target))
             yield {"layer": index, "mse": error, "relative_mse": error / power}
 
-    start = calibrate(dense, text.training, split, config.calibrate, seed=settings.seed)
+    start = calibrate(
+        dense, text.training, split, config.calibrate, config.assignment, seed=settings.seed
+    )
     before = extract(start, split, config.assignment)
     methods = {"dot_moe_untrained": list(errors(lambda: masked_by(dense, before)))}
     if settings.steps:

@@ -39,3 +39,5 @@ def pytest_configure(config):
     """Fixtures are imported where tests run: what deals them out to workers needs no library."""
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("shared_fixtures")
+        if os.environ.get("OTHER_CPU"):
+            config.pluginmanager.import_plugin("another_cpu")

@@ -4,7 +4,9 @@ A tensor of the device wraps one of the CPU, with its values. An operator that t
 raises, as on CUDA. NCCL and FSDP2 know no such device.
 """
 
+import sys
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -20,6 +22,12 @@ INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
 
 UNORDERED = {"aten::index_add", "aten::index_add_"}
 """Operators that add in another order each time on CUDA, so that a seed does not fix the result."""
+WAITING = {
+    *("aten::_local_scalar_dense", "aten::nonzero", "aten::bincount", "aten::masked_select"),
+    *("aten::equal", "aten::is_nonzero", "aten::_unique2", "aten::unique_consecutive"),
+}
+"""Operators whose result's value or shape the host waits for on CUDA."""
+_waits = list[str]()
 
 
 class Elsewhere(torch.Tensor):
@@ -68,6 +76,36 @@ def elsewhere():
             torch._C._set_only_lift_cpu_tensors(False)
 
 
+@contextmanager
+def waits():
+    """Within this context, collects each time the host waits for the device, by dotmoe's function.
+
+    It waits for numbers, for shapes that depend on numbers, and for copies to the host.
+    """
+    _waits.clear()
+    yield _waits
+
+
+def _waits_for(name, args, kwargs):
+    if name in WAITING:
+        return True
+    if name in INDEXING:
+        return any(each is not None and each.dtype == torch.bool for each in args[1])
+    if name == "aten::copy_":
+        return not isinstance(args[0], Elsewhere) and isinstance(args[1], Elsewhere)
+    return name == "aten::_to_copy" and torch.device(kwargs.get("device") or DEVICE).type == "cpu"
+
+
+def _caller():
+    """The innermost function of dotmoe that runs."""
+    frame = sys._getframe()
+    while frame and "/dotmoe/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None:
+        return "another"
+    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
+
+
 class _Everywhere(TorchDispatchMode):
     """For operators without a tensor of the device among their arguments."""
 
@@ -86,6 +124,8 @@ def _computed(func, args, kwargs):
         raise RuntimeError(f"{func} mixes a device and the host")
     if away and name in UNORDERED:
         raise RuntimeError(f"{func} adds in no fixed order")
+    if away and _waits_for(name, args, kwargs):
+        _waits.append(_caller())
     goes = bool(away)
     if kwargs.get("device") is not None:
         goes = torch.device(kwargs["device"]).type == DEVICE.type

@@ -1,5 +1,7 @@
 """The start from data. Oracles: planted clusters, NumPy's least squares, the dense model."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,21 +9,21 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dotmoe.common.errors import UserError
+from dotmoe.method.assignment import assigned
 from dotmoe.method.calibrate import (
     RidgeRouter,
     block_inputs,
     calibrate,
     contributions,
-    harden,
     leading_outliers,
     log_energy,
     pruning_errors,
     router_aware_start,
 )
-from dotmoe.method.config import CalibrateConfig
+from dotmoe.method.config import AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.text.blocks import TokenBlocks
-from runs import passed
+from runs import GRANITE_FACTORS, passed
 
 
 def planted(seed, groups):
@@ -38,7 +40,9 @@ def test_planted_experts_are_found_with_the_router_that_runs_them(seed):
     x_TD, topic_T, truth_N, generator = planted(seed, 4)
     energy_TN = (topic_T[:, None] == truth_N) + 0.1 * torch.rand(400, 32, generator=generator)
     split = Granularity(num_experts=4, expert_size=8, active_experts=1)
-    expert_N, router_ED = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=seed)
+    expert_N, router_ED = router_aware_start(
+        x_TD, energy_TN, split, CalibrateConfig(), AssignmentConfig(), generator
+    )
     for expert in range(4):
         assert len(set(truth_N[expert_N == expert].tolist())) == 1
     expert_of_topic = torch.stack([expert_N[truth_N == topic][0] for topic in range(4)])
@@ -52,7 +56,9 @@ def test_the_neurons_of_largest_energy_start_in_the_shared_expert(rounds, monkey
     x_TD, energy_TN = (torch.rand(90, width, generator=generator) for width in (6, 32))
     energy_TN += 5 * is_strong
     split = Granularity(num_experts=6, expert_size=4, active_experts=2, shared_size=8)
-    expert_N, _ = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=0)
+    expert_N, _ = router_aware_start(
+        x_TD, energy_TN, split, CalibrateConfig(), AssignmentConfig(), generator
+    )
     assert torch.equal(expert_N == 6, is_strong)
 
 
@@ -62,7 +68,9 @@ def test_the_shared_expert_takes_what_no_router_can_predict():
     by_chance = truth_N == 4
     energy_TN[:, by_chance] = 2 * torch.rand(400, 8, generator=generator)  # 1 in the mean
     split = Granularity(num_experts=4, expert_size=8, active_experts=1, shared_size=8)
-    expert_N, _ = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=0)
+    expert_N, _ = router_aware_start(
+        x_TD, energy_TN, split, CalibrateConfig(), AssignmentConfig(), generator
+    )
     assert torch.equal(expert_N == 4, by_chance)
     assert torch.bincount(expert_N).tolist() == [8] * 5
 
@@ -96,14 +104,27 @@ def test_what_no_router_can_be_fitted_to_is_refused_with_the_remedy():
 def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense, tokens_BT):
     dense.model.model.layers[0].mlp.down_proj.weight.data.zero_()
     split = Granularity(num_experts=4, expert_size=24, active_experts=1)
-    state = calibrate(
-        dense, TokenBlocks(tokens_BT), split, CalibrateConfig(calibration_tokens=40), seed=0
-    )
+    config = CalibrateConfig(calibration_tokens=40)
+    state = calibrate(dense, TokenBlocks(tokens_BT), split, config, AssignmentConfig(), seed=0)
     assert bool(torch.isfinite(state.affinity_LNE).all() & torch.isfinite(state.router_LED).all())
     assert float(state.affinity_LNE[0].std()) == pytest.approx(0.03, rel=0.2)
     assert float(state.affinity_LNE[1].std()) == pytest.approx(0.03)
     for affinity in state.affinity_LNE:
-        assert torch.bincount(harden(affinity)).tolist() == [24] * 4
+        assert torch.bincount(assigned(AssignmentConfig(), affinity, 24)).tolist() == [24] * 4
+
+
+@pytest.mark.parametrize("start", ["data", "random"])
+def test_no_layer_of_a_seed_draws_what_a_layer_of_another_draws(start, dense, tokens_BT):
+    for layer in dense.model.model.layers:  # so that affinities are drawn in a start from data too
+        layer.mlp.down_proj.weight.data.zero_()
+    split = Granularity(num_experts=4, expert_size=24, active_experts=1)
+    config = CalibrateConfig(start=start, calibration_tokens=40)
+    states = [
+        calibrate(dense, TokenBlocks(tokens_BT), split, config, AssignmentConfig(), seed=n)
+        for n in range(3)
+    ]
+    drawn = [affinity_NE for state in states for affinity_NE in state.affinity_LNE]
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(drawn, 2))
 
 
 class Sizes(TorchDispatchMode):
@@ -152,7 +173,7 @@ def test_contributions_are_the_sizes_of_the_neurons_terms(dense, tokens_BT):
 def test_a_layers_error_is_what_pruning_it_takes_from_the_stock_models_stream(
     family, dense_of, tokens_BT
 ):
-    dense = dense_of(family)
+    dense = dense_of(family, **GRANITE_FACTORS if family == "granite" else {})
     layer = dense.family.layers(dense.model)[0]  # later ones read what was pruned
 
     def streams():

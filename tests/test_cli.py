@@ -80,7 +80,9 @@ def test_a_command_says_each_warning_once():
         "run(['report', 'RUN'])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stderr.splitlines() == ["WARNING: a", "WARNING: b"]
+    # A CUDA build of torch may add a line about a machine that has a compiler and no GPU.
+    warnings = [line for line in said.stderr.splitlines() if line.startswith("WARNING")]
+    assert warnings == ["WARNING: a", "WARNING: b"]
 
 
 def test_help_version_and_wrong_options_come_without_what_takes_seconds_to_import():

@@ -1,5 +1,6 @@
 """Stages on a device that is not the CPU. Oracle: the same stage on the CPU."""
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,10 +22,11 @@ from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import extract
 from dotmoe.method.masked import masked
 from dotmoe.method.repair import repair
+from dotmoe.method.transport import greedy_assignment
 from dotmoe.models.load import describe_dense
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, global_norm, update
-from elsewhere import Elsewhere, elsewhere
+from elsewhere import Elsewhere, elsewhere, waits
 
 SPLIT = Granularity(num_experts=12, expert_size=8, active_experts=3)
 HEADS = Granularity(num_experts=4, expert_size=1, active_experts=2, target="attention")
@@ -55,7 +57,9 @@ def dense(dense_of):
 def aligned(device, dense, blocks, *, start, solver, split=SPLIT):
     dense = dense(device, num_hidden_layers=1)
     config, assignment = AlignConfig(**STEP), AssignmentConfig(solver=solver)
-    state = calibrate(dense, blocks, split, CalibrateConfig(start=start), seed=0)
+    state = calibrate(
+        dense, blocks, split, CalibrateConfig(start=start), AssignmentConfig(), seed=0
+    )
     task = Alignment(dense, blocks, (state,), (split,), config, assignment, seed=0)
     with masked(dense, task.maskings):
         metrics, learned = stepped(task)
@@ -126,3 +130,68 @@ def test_a_tensor_left_on_the_host_is_an_error():
             layer(x)
         with pytest.raises(RuntimeError, match="mixes"):
             x[torch.zeros(1, dtype=torch.long, device=device)]
+
+
+EACH_STEP = {
+    "scoring.hidden_states": 2 * 2,  # Transformers' look for packed sequences, in every forward
+    "objective.accumulate_gradients": 1,  # the figures of the step
+}
+"""How often the host waits for the device in a step of two micro-batches with a teacher."""
+ASSIGNMENT = {
+    "plan.extremes_of": 2,  # of affinities and of the plan: no NaN is solved or rounded
+    "newton.balanced_plan": 1,  # potentials of the step before
+    "newton._write_gradient": 2,  # two small sums of all layers, whose systems the host solves
+}
+DECIDING = {"newton.gradient", "newton.factored", "plan.greedy_assignment"}
+"""What waits as often as the numbers need: a pass, its matrix, a round of proposals."""
+
+
+def waits_of(task):
+    """How often a second step waits, by function."""
+    optimizer = adamw(task)
+    for _ in range(2):
+        with waits() as seen:
+            task.accumulate_gradients(0)
+            update(optimizer, 1.0, global_norm(optimizer), 1.0)
+    return Counter(seen)
+
+
+@pytest.mark.parametrize("solver", ["newton", "sinkhorn"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_step_of_alignment_waits_only_to_decide(layers, solver, dense, tokens_BT):
+    with elsewhere() as device:
+        dense, blocks = dense(device, num_hidden_layers=layers), TokenBlocks(tokens_BT.int())
+        config, how = AlignConfig(**STEP), AssignmentConfig(solver=solver)
+        state = calibrate(dense, blocks, SPLIT, CalibrateConfig(start="random"), how, seed=0)
+        task = Alignment(dense, blocks, (state,), (SPLIT,), config, how, seed=0)
+        with masked(dense, task.maskings):
+            seen = waits_of(task)
+    counts = {name: count for name, count in seen.items() if name not in DECIDING}
+    is_newton = solver == "newton"
+    solving = {name: n for name, n in ASSIGNMENT.items() if is_newton or "newton" not in name}
+    assert counts == EACH_STEP | solving
+    assert seen["plan.greedy_assignment"] % 2 == 1  # two in every round, one to see the end
+    assert (layers if is_newton else 0) <= seen["newton.gradient"] <= 5 * layers * is_newton
+    assert seen["newton.factored"] <= seen["newton.gradient"]
+
+
+def test_rounding_waits_twice_a_round_and_once_to_see_the_end():
+    """All four neurons want the first of two experts, and two are refused once."""
+    with elsewhere() as device:
+        plan_NE = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]]).to(device)
+        with waits() as seen:
+            expert_N = greedy_assignment(plan_NE, capacity=2)
+    assert seen == ["plan.extremes_of"] + 3 * ["plan.greedy_assignment"]
+    assert expert_N.cpu().tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("what", ["everything", "experts", "lora"])
+def test_a_step_of_finetuning_waits_for_its_figures_alone(what, dense, layout_of, tokens_BT):
+    layout = layout_of(dense(CPU), 6, active_experts=2, shared_size=24)
+    config = FinetuneConfig(**STEP, kl_weight=1.0, train=what)
+    with elsewhere() as device:
+        described, blocks = describe_dense(dense(CPU).source), TokenBlocks(tokens_BT.int())
+        alone = SimpleNamespace(device_type=device.type, size=lambda: 1)
+        student = Student(described, layout, config, alone, seed=0)
+        seen = waits_of(Finetuning(student, dense(device), blocks, config, seed=0))
+    assert seen == EACH_STEP

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from another_cpu import OtherCpu
 from dotmoe.common.distributed import in_fast_products, product_in_float32
 from dotmoe.method.calibrate import block_inputs
 from dotmoe.method.repair import NormalEquations
@@ -102,3 +103,25 @@ def test_fast_products_are_those_of_the_context_alone(lowered):
         gram()
     assert {tuple(each[:2]) for each in watch.seen} == {("ieee", "ieee")}
     assert flags()[:2] == lowered[:2]  # torch may tell the name that fits these now
+
+
+def test_the_simulated_cpu_adds_in_another_order_and_rounds_where_it_may():
+    """Oracle: float64. Sums of 96 products in float32 err by a random walk of roundings."""
+    cpu, right = OtherCpu(1), torch.randn(96, 64)
+    lefts = [torch.randn(rows, 96) for rows in range(1, 41)]
+
+    def products():
+        return [left @ right for left in lefts]
+
+    plain = products()
+    with cpu:
+        others = products()
+    assert not all(map(torch.equal, plain, others))
+    for left, other in zip(lefts, others, strict=True):
+        exact = left.double() @ right.double()
+        assert float((other - exact).norm() / exact.norm()) < 96**0.5 * 2**-24
+    kept = {torch.equal(left, cpu.rounded(left, right)[0]) for left in lefts}
+    assert kept == {True}
+    with in_fast_products():
+        kept = {torch.equal(left, cpu.rounded(left, right)[0]) for left in lefts}
+    assert kept == {True, False}, "some shapes are rounded, some are not"

@@ -216,7 +216,7 @@ def test_static_pruning_keeps_the_neurons_that_contribute_most_and_drops_the_oth
 
 
 def test_random_split_deals_differently_in_every_layer_and_with_every_seed(inputs_of):
-    dealt = [splits("random_split", inputs_of("random_split", seed)) for seed in (0, 5)]
+    dealt = [splits("random_split", inputs_of("random_split", seed)) for seed in (0, 1)]
     orders = [layer.expert_of_neuron_N for layers in dealt for layer in layers]
     assert not any(torch.equal(*pair) for pair in itertools.combinations(orders, 2))
 

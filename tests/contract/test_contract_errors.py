@@ -102,6 +102,9 @@ REFUSED = {
     "compare embedded OUT --data TEXT": "eval_text names no text.*--eval-text",
     "compare embedded OUT --eval-text TEXT --methods": "methods names none",
     "finetune RUN OUT --data-seed 1": "data names no source",
+    "convert embedded OUT --data TEXT --tau-end 5": "tau_end is 5, but .* nothing reads it",
+    "convert embedded OUT --data TEXT --tau-start 5": "tau_start is 5, but .* Set steps to align",
+    "inspect embedded --tau-end 5": "tau_end is 5, but .* start to random",
 }
 
 

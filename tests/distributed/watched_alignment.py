@@ -65,7 +65,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
     Path(folder).mkdir(parents=True, exist_ok=True)
     dense = loaded(model, sharding=sharding)
     config, blocks = CalibrateConfig(calibration_tokens=240), random_blocks(20)
-    start = calibrate(dense, blocks, split_of(dense), config, seed=0)
+    start = calibrate(dense, blocks, split_of(dense), config, ASSIGNMENT, seed=0)
     first = new_task(dense, start)
     with masked(dense, first.maskings), recomputing(dense, recompute):
         first.accumulate_gradients(0)

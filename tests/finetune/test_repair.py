@@ -300,6 +300,16 @@ def test_weights_on_disk_are_repaired_as_those_in_memory_are(
     assert all(bool(weight.isnan().all()) for weight in stored.model.parameters()), "left again"
 
 
+def rounding_of_refit(inputs, ridge):
+    """Share by which a change may differ if products add up in another order.
+
+    Sums of so many products differ by some sqrt(inputs) 2^-24 of their size, and the solution by at
+    most the condition of the penalised Gram matrix times that. Of its eigenvalues none is below
+    `ridge`, and none above `inputs + ridge`, in units of its mean diagonal.
+    """
+    return inputs**0.5 * 2**-24 * (1 + inputs / ridge)
+
+
 def repair_as_a_rank(*arguments):
     with process_group(torch.device("cpu")):
         repair(*arguments[:-1], folder=arguments[-1])
@@ -310,8 +320,12 @@ def repair_as_a_rank(*arguments):
 def test_ranks_that_divide_text_and_neurons_repair_as_one_does(
     family, epochs, dense_of, layout_of, text, tmp_path, monkeypatch
 ):
-    """27 rows to fit and 3 held out; a pass is one step, so that both train on the same batches."""
+    """27 rows to fit and 3 held out; a pass is one step, so that both train on the same batches.
+
+    Products are exact: a CPU that rounds their factors does so for some numbers of rows alone.
+    """
     monkeypatch.setattr("dotmoe.method.repair.BATCH", 4096)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda how: None)  # exact products
     dense, config = dense_of(family), RepairConfig(repair_tokens=960, repair_epochs=epochs)
     layout = layout_of(dense, 6, active_experts=2, shared_size=18)  # 13 neurons an expert
     for expert_N in layout.expert_of_neuron_LN:
@@ -323,7 +337,12 @@ def test_ranks_that_divide_text_and_neurons_repair_as_one_does(
     on_ranks(2, repair_as_a_rank, *work, folders[1])
     one, two = (json.loads((folder / "repair.json").read_text()) for folder in folders)
     assert one["tokens"] == two["tokens"] == 960
+    bounds = {}
     for alone, divided in zip(one["layers"], two["layers"], strict=True):
+        target = TARGETS[alone.get("target", "ffn")]
+        if alone["ridge"]:
+            output = target.output_tensor(alone["layer"])
+            bounds[output] = rounding_of_refit(target.inputs(dense.config), alone["ridge"])
         for name in ("target", "ridge"):
             assert divided.pop(name, None) == alone.pop(name, None)
         assert divided == pytest.approx(alone, rel=2e-3)
@@ -332,7 +351,8 @@ def test_ranks_that_divide_text_and_neurons_repair_as_one_does(
     alone, divided = (made(dense, folder).model.state_dict() for folder in folders)
     for name, weight in before.items():
         change, error = (weight - alone[name]).abs().mean(), (divided[name] - alone[name]).abs()
-        assert float(error.mean()) <= 0.01 * float(change), name
+        # Adam moves each weight as far, though rounding may turn a gradient near zero: one in 200.
+        assert float(error.mean()) <= bounds.get(name, 0.01) * float(change), name
         if "gate" in name or "up" in name:  # rows of phi3's are those of two projections
             kept = [
                 each.unflatten(0, (-1, 96))[:, dropped_LN[int(name[13])]]
@@ -352,7 +372,12 @@ def test_a_gpu_repairs_as_the_cpu_does(dense_of, layout_of, text, tmp_path):
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
-def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path):
+def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path, monkeypatch):
+    """Exact products lack some sqrt(96) 2^-24 of the output, where rounded factors may lack 2^-8.
+
+    A ridge of 1e-3 or more makes a change at most 1 / (2 sqrt(1e-3)) = 16 times that large: 1e-5.
+    """
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda how: None)  # exact products
     dense = dense_of("llama")
     layout = layout_of(dense, 6, active_experts=6)
     repair(dense, (layout,), text, RepairConfig(), folder=tmp_path)

@@ -97,10 +97,18 @@ def test_layers_that_stay_dense_cost_no_split():
     assert half_split["step_s"] < all_split["step_s"]
 
 
-@pytest.mark.parametrize(("on_cpu", "rows"), [(True, 128), (False, 167)])
-def test_a_large_vocabulary_needs_one_chunk_of_logits(on_cpu, rows):
-    found = sizes(tiny(vocab_size=200_000))
-    estimate = step_memory(step(found, micro_batch_size=1, seq_len=256, on_cpu=on_cpu))
+@pytest.mark.parametrize(
+    ("on_cpu", "memory_bytes", "rows"),
+    [
+        *[(True, 24 << 30, 128), (False, 0, 167), (False, 8 << 30, 167)],
+        # 2^28 logits on 80 GB, rounded down to a power of two: 1.25 % of it in float32.
+        *[(False, 80 << 30, 1_342), (False, 79 << 30, 1_342), (False, 141 << 30, 2_684)],
+    ],
+)
+def test_a_large_vocabulary_needs_one_chunk_of_logits(on_cpu, memory_bytes, rows):
+    found, device = sizes(tiny(vocab_size=200_000)), {"on_cpu": on_cpu}
+    device["memory_bytes"] = memory_bytes
+    estimate = step_memory(step(found, micro_batch_size=4, seq_len=1_024, **device))
     # Three tensors in float32, and the logits themselves in bfloat16.
     assert estimate[CHUNK] == (3 * 4 + 2) * rows * 200_000
 

@@ -30,6 +30,21 @@ def test_the_mask_marks_the_k_largest_logits_of_each_token():
         assert {e for e, m in enumerate(marked) if m == 1.0} == set(largest)
 
 
+def test_logits_read_the_routers_own_numbers_beside_16_bit_inputs():
+    """Routers are float32, and are not rounded to the dtype of the model's activations.
+
+    Rounded to bfloat16, each product would be off by up to 2^-9 of it; in float32, a sum of 256
+    terms is off by at most 256 * 2^-24 of the sum of their sizes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 256, generator=generator).bfloat16()
+    router = torch.randn(9, 256, generator=generator)
+    exact, sizes = x.double() @ router.double().T, x.double().abs() @ router.double().abs().T
+    found = router_logits(x, router)
+    assert found.dtype == torch.float32
+    assert bool(((found - exact).abs() <= 256 * 2**-24 * sizes).all())
+
+
 def test_soft_rows_are_the_sigmoids_whose_sum_is_k():
     values = logits()
     for k in (1, 4, 8):

@@ -28,7 +28,7 @@ def test_killed_and_resumed_is_bit_identical_to_uninterrupted(tmp_path, monkeypa
 
 def test_the_steps_are_those_of_torchs_adamw_clipping_and_schedulers(tmp_path):
     plain = Regression()
-    optimizer = torch.optim.AdamW([plain.weight], lr=0.1, weight_decay=0.01)
+    optimizer = torch.optim.AdamW([plain.weight], lr=0.1, weight_decay=0.2)
     warmup = lr_scheduler.LinearLR(optimizer, 1 / 3, total_iters=2)
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
     schedule = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [SCHEDULE.warmup_steps])

@@ -8,7 +8,7 @@ from torch import nn
 from dotmoe.training.config import Schedule, TrainingConfig
 from dotmoe.training.loop import train
 
-SCHEDULE = Schedule(steps=12, warmup_steps=3, weight_decay=0.01, max_grad_norm=1.0)
+SCHEDULE = Schedule(steps=12, warmup_steps=3, weight_decay=0.2, max_grad_norm=1.0)
 EVERY_5 = TrainingConfig(checkpoint_every=5)
 
 

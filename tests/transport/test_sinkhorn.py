@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from dotmoe.method.transport import sinkhorn
+from dotmoe.method.transport import plan, sinkhorn
 from runs import affinity
 
 
@@ -39,6 +39,20 @@ def test_its_gradient_holds_the_sweeps_of_no_layer():
         sinkhorn(A, capacity=8, tau=0.5)
     # Unrolled, 50 sweeps hold some 200 plans.
     assert held <= 2 * A.numel()
+
+
+def test_layers_that_are_solved_together_have_the_bits_of_each_alone(monkeypatch):
+    A, weight = affinity(5, 40, 6).float().requires_grad_(), affinity(5, 40, 6, seed=1).float()
+    found = []
+    for at_once in (5, 2, 1):
+        monkeypatch.setattr(plan, "CACHED_ELEMENTS", at_once * 40 * 6)
+        assert plan.layers_at_once(A, num_sweeps=50) == at_once
+        result = sinkhorn(A, capacity=[4, 4, 4, 4, 4, 20], tau=0.1)
+        (gradient,) = torch.autograd.grad((result.plan * weight).sum(), A)
+        found.append((result.plan, result.potential, gradient))
+    for parts in found[1:]:
+        for one, other in zip(found[0], parts, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_layers_are_solved_as_if_alone():

@@ -1,11 +1,15 @@
 """STAGE align: learn affinities and routers under frozen dense weights."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from dotmoe.common.distributed import (
     as_divided,
@@ -17,13 +21,14 @@ from dotmoe.common.distributed import (
     raise_on_all_ranks,
     summed_rows,
 )
+from dotmoe.method.assignment import assignment_plan, rounded
 from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity, Splits
-from dotmoe.method.layout import AlignState, States, assignment_plan
+from dotmoe.method.layout import AlignState, States
 from dotmoe.method.masked import Masking, masked
-from dotmoe.method.objective import Objective
+from dotmoe.method.objective import Objective, taught_by_own_weights
 from dotmoe.method.router import Routing
-from dotmoe.method.transport import TransportPlan, greedy_assignment
+from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
@@ -53,16 +58,19 @@ class LearnedAssignment:
         affinity_LNE, router_LED = initial.affinity_LNE[first:], initial.router_LED[first:]
         self.affinity_LNE = nn.Parameter(divided(affinity_LNE, self.ranks), config.learn_assignment)
         is_native = config.router_dtype == "model"
-        dtype = next(dense.model.parameters()).dtype if is_native else torch.float32
-        self.router_LED = nn.Parameter(divided(router_LED.to(dtype), self.ranks))
+        self.router_dtype = next(dense.model.parameters()).dtype if is_native else torch.float32
+        self.router_rate = config.lr if config.lr_router is None else config.lr_router
+        self.router_LED = nn.Parameter(
+            divided(router_LED.float(), self.ranks), requires_grad=self.router_rate > 0
+        )
+        """Numbers of `router_dtype`, held in float32 so that the optimizer's moments are float32:
+        in bfloat16 its mean of squares could only grow, as 0.999 of one rounds back to it."""
         zeros_LE = affinity_LNE.new_zeros(affinity_LNE.shape[::2], dtype=torch.float64)
         self.potential_LE = divided(zeros_LE, self.ranks)
         """Warm start of the solver: column potentials in units of affinity, in which a change of
         temperature hardly moves them."""
-        self.solved: TransportPlan | None = None
-        """This rank's part of the plan of the current step."""
-        self.plan_LNE: Tensor | None = None
-        """Stand-in for the plan of all layers, used only to collect its gradient."""
+        self.shared = list[_SharedLayers]()
+        """Router and plan of the current step, as its micro-batches use them."""
         self.masking = Masking(
             routing=Routing(
                 active_experts=split.active_experts, surrogate=config.surrogate, own_dtype=is_native
@@ -77,15 +85,15 @@ class LearnedAssignment:
             self.masking.expert_of_neuron_LN = self.rounded(self.plan(assignment.tau_end))
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Router, and affinities where the assignment is learned."""
-        config = self.config
-        rate = config.lr if config.lr_router is None else config.lr_router
-        learned = {"router": (self.router_LED, rate)}
-        if config.learn_assignment:
-            learned["affinity"] = (self.affinity_LNE, config.lr)
+        """Router, unless its rate is 0, and affinities where the assignment is learned."""
+        learned = [
+            ("router", self.router_LED, self.router_rate),
+            ("affinity", self.affinity_LNE, self.config.lr),
+        ]
         return [
             {"params": [(self.prefix + name, parameter)], "lr": rate}
-            for name, (parameter, rate) in learned.items()
+            for name, parameter, rate in learned
+            if parameter.requires_grad
         ]
 
     def plan(self, tau: float) -> TransportPlan:
@@ -97,7 +105,7 @@ class LearnedAssignment:
 
     def rounded(self, plan: TransportPlan) -> Int[Tensor, "L N"]:
         """Hard assignment of all layers, the same on every rank."""
-        return full_tensor(self._divided(greedy_assignment(plan.plan, capacity=self.capacity)))
+        return full_tensor(self._divided(rounded(self.assignment, plan.plan, self.capacity)))
 
     def begin(self, tau: float) -> dict[str, Tensor]:
         """Solve and round the plan of a step, set the masks from it, and return metrics.
@@ -106,19 +114,19 @@ class LearnedAssignment:
         half the mean L1 distance between soft and hard rows (eq:assignment_ste).
         """
         masking = self.masking
-        self.routers_LED = full_tensor(self.router_LED.detach()).detach().requires_grad_()
-        # With indexing, the gradient of each layer would be as large as that of all layers.
-        masking.router_LED = self.routers_LED.unbind()
+        self._round_routers()
+        routers_LED = full_tensor(self.router_LED.detach()).to(self.router_dtype)
+        masking.router_LED = self._share(local_part(self.router_LED), routers_LED)
         if not self.config.learn_assignment:
             return {}
         with torch.profiler.record_function("assignment solve"):
-            self.solved = plan = self.plan(tau)
+            plan = self.plan(tau)
         with torch.profiler.record_function("rounding"):
             before, assigned = masking.expert_of_neuron_LN, self.rounded(plan)
         masking.expert_of_neuron_LN = assigned
-        nothing = torch.zeros((), device=assigned.device)  # expanding takes no memory
-        self.plan_LNE = nothing.expand(self.affinity_LNE.shape).requires_grad_()
-        masking.plan_LNE = self.plan_LNE.unbind()
+        # Masks do not read the plan, they only give its gradient: one zero stands for all entries.
+        zeros_LNE = torch.zeros((), device=assigned.device).expand(self.affinity_LNE.shape)
+        masking.plan_LNE = self._share(plan.plan, zeros_LNE)
         moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
         own_lN1 = assigned[own_rows(self.affinity_LNE)].unsqueeze(-1)
         chosen_lN = plan.plan.detach().gather(-1, own_lN1).squeeze(-1)
@@ -131,15 +139,11 @@ class LearnedAssignment:
 
     def end(self) -> None:
         """Propagate the masks' gradients, summed over ranks, to affinities and routers."""
-        if self.plan_LNE is not None and self.plan_LNE.grad is not None:
-            assert self.solved is not None
-            with torch.profiler.record_function("assignment gradient"):
-                gradient_lNE = summed_rows(self.plan_LNE.grad, self.ranks)
-                torch.autograd.backward(self.solved.plan, gradient_lNE)
-        if self.routers_LED.grad is not None:
-            own_lED = summed_rows(self.routers_LED.grad, self.ranks)
-            torch.autograd.backward(local_part(self.router_LED), own_lED)
-        self.solved = self.plan_LNE = self.masking.plan_LNE = None  # they take memory
+        with torch.profiler.record_function("assignment gradient"):
+            for shared in self.shared:
+                shared.backward()
+        self.shared.clear()  # with the plan, which takes memory
+        self.masking.plan_LNE = None
 
     def state(self) -> dict[str, Tensor]:
         """The warm start of the solver and the last assignment."""
@@ -151,16 +155,65 @@ class LearnedAssignment:
     def learned(self) -> AlignState:
         """The current state; leading dense layers as at the start. Every rank must call it."""
         initial, first = self.initial, self.masking.first_layer
+        self._round_routers()
         affinity_LNE = full_tensor(self.affinity_LNE.detach())
-        router_LED = full_tensor(self.router_LED.detach()).float()
+        router_LED = full_tensor(self.router_LED.detach())
         return replace(
             initial,
             affinity_LNE=torch.cat([initial.affinity_LNE[:first], affinity_LNE]),
             router_LED=torch.cat([initial.router_LED[:first], router_LED]),
         )
 
+    def _round_routers(self) -> None:
+        """Round the routers, which the optimizer has moved, to the dtype of their values."""
+        if self.router_dtype != torch.float32:
+            with torch.no_grad():
+                self.router_LED.copy_(self.router_LED.to(self.router_dtype))
+
+    def _share(self, own: Tensor, whole: Tensor) -> tuple[Tensor, ...]:
+        """The layers of `whole` for a step; what they receive reaches `own` if that is trained."""
+        if not own.requires_grad:
+            return whole.unbind()
+        self.shared.append(_SharedLayers(own, whole, self.ranks))
+        return self.shared[-1].layers
+
     def _divided(self, part: Tensor) -> Tensor:
         return as_divided(part, len(self.affinity_LNE), self.ranks)
+
+
+class _SharedLayers:
+    """The layers of a tensor, of which each rank has some, as the micro-batches of a step use them.
+
+    `layers` are leaves that hold `whole`, equal on all ranks. Each micro-batch adds to their
+    gradients; `backward`, once a step, gives the sum over ranks to `own`, this rank's part.
+    """
+
+    def __init__(self, own: Tensor, whole: Tensor, ranks: DeviceMesh | None) -> None:
+        self._of_own: tuple[Tensor, ...] = _LayersOfAllRanks.apply(own, whole, ranks)  # type: ignore[no-untyped-call]
+        self.layers = tuple(layer.detach().requires_grad_() for layer in self._of_own)
+
+    def backward(self) -> None:
+        torch.autograd.backward(self._of_own, [layer.grad for layer in self.layers])
+
+
+class _LayersOfAllRanks(torch.autograd.Function):
+    """`apply(own, whole, ranks)`: the layers of `whole` as functions of `own`, this rank's part.
+
+    Gradient:
+        Of `own`, in its dtype: the rank's layers of the sum over ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: Tensor, whole: Tensor, ranks: DeviceMesh | None
+    ) -> tuple[Tensor, ...]:
+        ctx.dtype, ctx.ranks = own.dtype, ranks
+        return tuple(layer.detach() for layer in whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *of_layers: Tensor) -> tuple[Tensor, None, None]:
+        return summed_rows(torch.stack(of_layers).to(ctx.dtype), ctx.ranks), None, None
 
 
 class Alignment(Objective):
@@ -190,7 +243,8 @@ class Alignment(Objective):
         """One per target; names of a second target start with `attention_`."""
         self.tau = assignment.tau
         self.maskings = [part.masking for part in self.parts]
-        super().__init__(dense, blocks, config, seed=seed)
+        teacher = partial(taught_by_own_weights, dense)
+        super().__init__(dense, blocks, config, teacher=teacher, seed=seed)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Routers, and affinities where the assignment is learned."""

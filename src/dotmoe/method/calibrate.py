@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from dotmoe.common.distributed import in_float32, num_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
-from dotmoe.method.config import CalibrateConfig
+from dotmoe.common.seeds import generator_for
+from dotmoe.method.assignment import assigned
+from dotmoe.method.config import AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import sums_by_expert
 from dotmoe.method.router import router_logits, top_k_mask
-from dotmoe.method.transport import Capacity, balanced_plan, greedy_assignment
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, GatedFFN, Stream
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import whole_weights
@@ -29,6 +30,8 @@ _AFFINITY_STD, _ROUTER_STD = 0.03, 0.02
 from data instead scales its logits to standard deviation 1."""
 _OUTLIER = 4.0
 """Multiple of the median layer's error from which a leading layer is better kept dense."""
+START_TEMPERATURE = 0.01
+"""Temperature of the transport in the start from data, in standard deviations of its affinities."""
 LAYERS_PER_DENSE = 12
 """Number of layers of which one at most is kept dense unasked: more would cost too much."""
 OUTLIER_TOKENS = 2048
@@ -43,6 +46,7 @@ def calibrate(
     blocks: TokenBlocks,
     split: Granularity,
     config: CalibrateConfig,
+    assignment: AssignmentConfig,
     *,
     seed: int,
     on_progress: Update = no_update,
@@ -54,22 +58,23 @@ def calibrate(
     """
     widths = dense.widths
 
-    def at_random(seed: int, *layers: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
+    def at_random(generator: torch.Generator, *layers: int) -> tuple[Tensor, Tensor]:
         affinity = torch.randn(*layers, split.units, split.columns, generator=generator)
         router = torch.randn(*layers, split.num_experts, widths.model, generator=generator)
         return (affinity * _AFFINITY_STD).to(dense.device), (router * _ROUTER_STD).to(dense.device)
 
     def from_data(index: int, x_TD: Tensor, share_TN: Tensor) -> tuple[Tensor, Tensor]:
+        generator = generator_for(seed, split.target, index)
         if not bool(share_TN.any()):  # a block without output, such as a zeroed one
-            return at_random(seed + index)
+            return at_random(generator)
         share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
-        expert_N, router_ED = router_aware_start(x_TD, share_TN, split, config, seed=seed + index)
+        start = STARTS[config.start]
+        expert_N, router_ED = start(x_TD, share_TN, split, config, assignment, generator)
         affinity_NE = F.one_hot(expert_N, split.columns).float()
         return affinity_NE * (_AFFINITY_STD / affinity_NE.std()), router_ED
 
     if config.start == "random":
-        affinity_LNE, router_LED = at_random(seed, widths.layers)
+        affinity_LNE, router_LED = at_random(generator_for(seed, split.target), widths.layers)
     else:
         starts, tokens_BT = [], blocks.drawn(config.tokens(widths.model))
         for index, (x_TD, energy) in enumerate(block_inputs(dense, tokens_BT, split.target)):
@@ -194,13 +199,13 @@ def router_aware_start(
     share_TN: Float[Tensor, "T N"],
     split: Granularity,
     config: CalibrateConfig,
-    *,
-    seed: int,
+    assignment: AssignmentConfig,
+    generator: torch.Generator,
 ) -> tuple[Int[Tensor, " N"], Float[Tensor, "E D"]]:
     """Experts and router of a layer, from its inputs and each unit's share P of a token's energy.
 
-    Two steps alternate from a random split: fit the ridge router of the current experts, and solve
-    balanced transport of A = P^T R, where R is the hard top-k mask of that router (eq:router_topk).
+    Two steps alternate from a random split: fit the ridge router of the current experts, and assign
+    by A = P^T R (`assigned`), where R is the hard top-k mask of that router (eq:router_topk).
     A neuron's score for an expert is the sum of its shares over the tokens that run the expert: the
     gradient of eq:assignment_ste if the loss is the mean share left out. A shared expert, number E,
     is one more column, of ones in R: it starts with the neurons of largest mean share, and ends
@@ -208,7 +213,7 @@ def router_aware_start(
     """
     order_N = share_TN.mean(dim=0).argsort(descending=True, stable=True)
     routed_M = order_N[split.shared_size :].sort().values
-    first_M = torch.randperm(len(routed_M), generator=torch.Generator().manual_seed(seed))
+    first_M = torch.randperm(len(routed_M), generator=generator)
     expert_N = torch.full_like(order_N, split.num_experts)
     expert_N[routed_M] = (first_M // split.expert_size).to(expert_N.device)
 
@@ -220,19 +225,18 @@ def router_aware_start(
     for _ in range(ROUNDS):
         mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)
         mask_TE = F.pad(mask_TE, (0, split.columns - split.num_experts), value=1)
-        expert_N = harden(share_TN.T @ mask_TE, split.capacity, relative_tau=0.01)
+        affinity_NE = share_TN.T @ mask_TE
+        expert_N = assigned(assignment, affinity_NE, split.capacity, relative_tau=START_TEMPERATURE)
     return expert_N, router()
 
 
-def harden(
-    affinity_NE: Tensor, capacity: Capacity | None = None, relative_tau: float = 0.1
-) -> Int[Tensor, " N"]:
-    """Assignment from affinities of any scale; without `capacity`, experts have the same size."""
-    capacity = capacity or affinity_NE.shape[0] // affinity_NE.shape[1]
-    tau = float(affinity_NE.std()) * relative_tau
-    if tau > 0:
-        affinity_NE = balanced_plan(affinity_NE, capacity=capacity, tau=tau, tolerance=1e-3).plan
-    return greedy_assignment(affinity_NE, capacity=capacity)
+LayerStart = Callable[
+    [Tensor, Tensor, Granularity, CalibrateConfig, AssignmentConfig, torch.Generator],
+    tuple[Tensor, Tensor],
+]
+"""Maps a layer's inputs and the units' shares of energy to the expert of each unit and a router."""
+STARTS: dict[str, LayerStart] = {"data": router_aware_start}
+"""Starts that read text, by the names of `CalibrateConfig.start`; the other one is `random`."""
 
 
 def log_energy(energy_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:

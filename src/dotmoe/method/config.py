@@ -178,6 +178,15 @@ class AlignConfig(ObjectiveConfig):
     learn_assignment: bool = True
     """If false, keep the initial split and train only routers (as the random-split baseline)."""
 
+    def check_together(self) -> None:
+        """Refuse options that leave nothing to learn, or nothing to learn from."""
+        ObjectiveConfig.check_together(self)
+        if not self.learn_assignment and self.lr_router == 0:
+            raise UserError(
+                "lr_router is 0 and learn_assignment is off, which leaves nothing to train. Raise "
+                "lr_router, or keep learn_assignment."
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairConfig:

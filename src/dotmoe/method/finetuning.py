@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from dotmoe.common.distributed import (
     raise_on_all_ranks,
     resolved_device,
 )
+from dotmoe.common.seeds import generator_for
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.layout import ExpertLayout, save_layouts
-from dotmoe.method.objective import Objective
+from dotmoe.method.objective import Objective, taught_by, taught_by_own_weights
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import make_sparse
 from dotmoe.models.checkpoint import Tensors
@@ -33,12 +35,11 @@ from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_
 from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import MODEL, dtype_for, fill_own_rows, is_sharded, load_dense
 from dotmoe.models.save import write_weights
-from dotmoe.models.scoring import hidden_states
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import ParameterGroup, require_trainable, train
-from dotmoe.training.losses import Taught, head_of
+from dotmoe.training.losses import Taught
 
 
 class Student(nn.Module):
@@ -87,7 +88,7 @@ class Student(nn.Module):
         for trained in {"everything": (model,), "experts": self.ffns}.get(config.train, ()):
             trained.float()
         for ffn in self.ffns:
-            ffn.router.requires_grad_(True)
+            ffn.router.requires_grad_(config.lr_router != 0)
         if is_divided:
             self._divide(ranks, dtype, offload=config.offload)
         home = torch.device("cpu") if config.offload else device
@@ -108,6 +109,16 @@ class Student(nn.Module):
     def forward(self, compute: Callable[[], Any]) -> Any:
         """Run `compute()` as one forward pass of FSDP."""
         return compute()
+
+    def taught(self, tokens_BT: Tensor) -> Taught:
+        """What the student teaches itself: with all experts on, no routers and no adapters."""
+        if self.tuner is None:
+            return taught_by_own_weights(self.dense, tokens_BT)
+        self.tuner.disable_adapter_layers()
+        try:
+            return taught_by_own_weights(self.dense, tokens_BT)
+        finally:
+            self.tuner.enable_adapter_layers()
 
     def _divide(self, ranks: DeviceMesh, dtype: torch.dtype, *, offload: bool) -> None:
         """Shard all weights with FSDP2; a layer is whole, and on the GPU, only while it runs."""
@@ -163,7 +174,7 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
 
 def _start_adapters(model: nn.Module, seed: int) -> None:
     """Set first factors to uniform random numbers, as PEFT does, and second factors to zero."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_for(seed, "adapters")
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             local_part(parameter).zero_()
@@ -190,17 +201,21 @@ class Finetuning(Objective):
         *,
         seed: int,
     ) -> None:
-        super().__init__(student.dense, blocks, config, seed=seed)
-        self.model, self.own_teacher = student, teacher
+        taught = student.taught if teacher is None else partial(taught_by, teacher)
+        super().__init__(student.dense, blocks, config, teacher=taught, seed=seed)
+        self.model = student
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """The routers, and the other trained weights if there are any."""
+        """The routers, unless their rate is 0, and the other trained weights."""
         trained = self.model.trained().items()
         routers = [(name, p) for name, p in trained if ".router." in name]
         weights = [(name, p) for name, p in trained if ".router." not in name]
         rate, of_routers = self.config.lr or self._rate(), self.config.lr_router
-        groups = [{"params": routers, "lr": rate if of_routers is None else of_routers}]
-        return groups + ([{"params": weights, "lr": rate}] if weights else [])
+        groups = [
+            {"params": routers, "lr": rate if of_routers is None else of_routers},
+            {"params": weights, "lr": rate},
+        ]
+        return [group for group in groups if group["params"]]
 
     def _rate(self) -> float:
         """Peak learning rate if none is given; the size of weights differs tenfold by model."""
@@ -211,28 +226,9 @@ class Finetuning(Objective):
         size = sum(matrix.numel() for matrix in matrices)
         return 0.002 * float(full_tensor(get_total_norm(matrices))) / math.sqrt(size)
 
-    def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """Output of a second copy of the dense model, if there is one."""
-        if self.own_teacher is None:
-            return None
-        with torch.no_grad():
-            hidden_BTD = hidden_states(self.own_teacher.model, tokens_BT)
-            return hidden_BTD.flatten(0, 1), head_of(self.own_teacher)
-
-    def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
+    def losses(self, tokens_BT: Tensor) -> dict[str, Tensor]:
         """See `Objective`; one student call, so that FSDP gathers embedding and head only once."""
-
-        def forward() -> dict[str, Tensor]:
-            by_teacher, tuner = taught, self.model.tuner
-            if by_teacher is None:
-                if tuner is not None:
-                    tuner.disable_adapter_layers()
-                by_teacher = super(Finetuning, self).teacher(tokens_BT)
-                if tuner is not None:
-                    tuner.enable_adapter_layers()
-            return super(Finetuning, self).losses(tokens_BT, by_teacher)
-
-        losses: dict[str, Tensor] = self.model(forward)
+        losses: dict[str, Tensor] = self.model(partial(super().losses, tokens_BT))
         return losses
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:

@@ -14,15 +14,9 @@ from torch import Tensor
 
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import is_finite, save_tensors
+from dotmoe.method.assignment import assignment_plan, rounded
 from dotmoe.method.config import AssignmentConfig
 from dotmoe.method.granularity import Granularity, Splits
-from dotmoe.method.transport import (
-    Capacity,
-    TransportPlan,
-    balanced_plan,
-    greedy_assignment,
-    sinkhorn,
-)
 from dotmoe.models.family import TARGETS
 
 LAYOUT, STATE = "layout.safetensors", "state.safetensors"
@@ -215,23 +209,6 @@ def load_states(folder: Path, device: torch.device) -> States:
     )
 
 
-def assignment_plan(
-    config: AssignmentConfig,
-    affinity_LNE: Float[Tensor, "L N E"],
-    capacity: Capacity,
-    tau: float,
-    start_LE: Float[Tensor, "L E"] | None = None,
-) -> TransportPlan:
-    """Balanced soft plan of every layer (eq:entropic_ot); there may be no layers.
-
-    `start_LE` holds column potentials of an earlier plan as a warm start, for `newton` only.
-    The gradient flows to the affinities: implicit for `newton`, unrolled for `sinkhorn`.
-    """
-    if config.solver == "sinkhorn":
-        return sinkhorn(affinity_LNE, capacity=capacity, tau=tau)
-    return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
-
-
 @torch.no_grad()
 def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> ExpertLayout:
     """STAGE extract: round the plan at the final temperature to the layout that is exported.
@@ -241,7 +218,7 @@ def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> 
     """
     plan = assignment_plan(config, state.affinity_LNE, split.capacity, config.tau_end)
     centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
-    expert_of_neuron_LN = greedy_assignment(plan.plan, capacity=split.capacity).cpu()
+    expert_of_neuron_LN = rounded(config, plan.plan, split.capacity).cpu()
     expert_of_neuron_LN[expert_of_neuron_LN == split.num_experts] = ALWAYS_ON
     expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
     return ExpertLayout(

@@ -1,6 +1,7 @@
 """The objective of alignment and finetuning: batch, micro-batches, teacher, losses, gradients."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,18 +17,38 @@ from dotmoe.training.losses import Taught, distillation_loss, head_of, next_toke
 
 logger = logging.getLogger(__name__)
 
+Teacher = Callable[[Tensor], Taught]
+"""Maps the tokens of a micro-batch, [B, T], to what a student learns from; without a gradient."""
+
+
+def taught_by(dense: DenseModel, tokens_BT: Tensor) -> Taught:
+    """What a dense model teaches that has weights of its own."""
+    return hidden_states(dense.model, tokens_BT).flatten(0, 1), head_of(dense)
+
+
+def taught_by_own_weights(dense: DenseModel, tokens_BT: Tensor) -> Taught:
+    """What the student itself teaches with routing off; its head is the student's."""
+    with dense_only():
+        return hidden_states(dense.model, tokens_BT).flatten(0, 1), None
+
 
 class Objective:
     """The task that the training loop runs: the gradient of eq:total_loss over a batch.
 
     `dense` is the model that is trained, or whose frozen weights the student uses. A subclass
-    defines the student by `begin`, `end` and `teacher`.
+    defines the student by `begin` and `end`; `teacher` gives what it learns from.
     """
 
     def __init__(
-        self, dense: DenseModel, blocks: TokenBlocks, config: ObjectiveConfig, *, seed: int
+        self,
+        dense: DenseModel,
+        blocks: TokenBlocks,
+        config: ObjectiveConfig,
+        *,
+        teacher: Teacher,
+        seed: int,
     ) -> None:
-        self.dense, self.blocks = dense, blocks
+        self.dense, self.blocks, self.teacher = dense, blocks, teacher
         self.config, self.seed = config, seed
         self.schedule = config.schedule(blocks.num_blocks)
         if self.schedule.steps < config.steps:
@@ -58,7 +79,7 @@ class Objective:
         parts = torch.split(batch, self.config.micro_batch_size)
         for number, rows in enumerate(parts, 1):
             share = len(rows) / size
-            losses = self.losses(rows, self.teacher(rows))
+            losses = self.losses(rows)
             self.differentiate(losses["loss"] * share, is_last=number == len(parts))
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0.0) + share * value.detach()
@@ -68,19 +89,16 @@ class Objective:
         values = torch.cat([*(value.float().view(1) for value in metrics.values()), summed])
         return dict(zip([*metrics, *sums], values.tolist(), strict=True))
 
-    def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """Output of the teacher: of the student with routing off, if both share the weights.
+    def losses(self, tokens_BT: Tensor) -> dict[str, Tensor]:
+        """eq:total_loss of a micro-batch (`loss`) and its terms; router losses sum over targets.
 
-        None if there is nothing to learn from it, because `kl_weight` is 0.
+        This is the one place that says what is learned. The teacher does not run if there is
+        nothing to learn from it, because `kl_weight` is 0.
         """
-        if not self.config.kl_weight:
-            return None
-        with torch.profiler.record_function("dense forward"), dense_only(), torch.no_grad():
-            return hidden_states(self.dense.model, tokens_BT).flatten(0, 1), None
-
-    def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
-        """eq:total_loss of a micro-batch (`loss`) and its terms; router losses sum over targets."""
-        config = self.config
+        config, taught = self.config, None
+        if config.kl_weight > 0:
+            with torch.profiler.record_function("dense forward"), torch.no_grad():
+                taught = self.teacher(tokens_BT)
         with torch.profiler.record_function("student forward"), router_losses() as routers:
             hidden_TD = hidden_states(self.dense.model, tokens_BT).flatten(0, 1)
         with torch.profiler.record_function("head and losses"):
@@ -90,7 +108,7 @@ class Objective:
                 head_of(self.dense),
                 next_token_labels(tokens_BT.to(hidden_TD.device)),
                 readout_of(self.dense.config),
-                kl_weight=0.0 if taught is None else config.kl_weight,
+                kl_weight=config.kl_weight,
                 ce_weight=config.ce_weight,
             )
         of_routers = routers()

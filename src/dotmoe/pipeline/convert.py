@@ -152,7 +152,13 @@ def _calibrate(run: Run, dense: DenseModel, splits: Splits) -> States:
             return tuple(baselines.state_of(each.layout, dense.device) for each in made)
         how, seed = config.calibrate, config.seed
         with run.progress.bar(f"calibrate ({how.start})") as update:
-            start = partial(calibrate, config=how, seed=seed, on_progress=update)
+            start = partial(
+                calibrate,
+                config=how,
+                assignment=config.assignment,
+                seed=seed,
+                on_progress=update,
+            )
             return tuple(start(dense, run.text.training, split) for split in splits)
 
     load = partial(load_states, device=dense.device)

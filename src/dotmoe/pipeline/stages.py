@@ -327,8 +327,9 @@ def fitting_the_device(
             ranks=num_ranks(),
             sharded=sharded or offload,
             offload=offload,
+            memory_bytes=memory_of(device),
         )
-        chosen = fitting(step, memory_of(device))
+        chosen = fitting(step, step.memory_bytes)
         size = chosen.micro_batch_size
         if chosen != step:
             host = f", offload to {in_bytes(chosen.on_host)} of the host's memory for each rank"

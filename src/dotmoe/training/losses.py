@@ -7,13 +7,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.common.distributed import full_tensor, product_in_float32
+from dotmoe.common.distributed import full_tensor, memory_of, product_in_float32
 from dotmoe.models.family import PLAIN, DenseModel, Readout
 
 IGNORED = -100
 """Label of a position that has no next token."""
 MAX_CHUNK_ELEMENTS = 1 << 25
-"""Maximum number of logits in one chunk, per model: 128 MiB in float32."""
+"""Maximum number of logits in one chunk, per model, on a CPU or small GPU: 128 MiB in float32."""
+CHUNKS_IN_MEMORY = 64
+"""How many float32 tensors of one chunk a GPU could hold, unless that makes chunks smaller."""
 CPU_CHUNK_ROWS = 128
 """Maximum number of tokens in one chunk on a CPU, so that its logits stay near the cache."""
 
@@ -53,7 +55,7 @@ def distillation_loss(
 
     Gradient:
         Flows to `student_TD`, and to `head_VD` if it requires one. It is formed chunk by chunk in
-        the forward pass, so memory is one chunk of logits per model (`MAX_CHUNK_ELEMENTS`) plus the
+        the forward pass, so memory is one chunk of logits per model (`chunk_rows`) plus the
         gradients of these two inputs. The head's gradient is accumulated in float32.
     """
     losses: Losses = _Distillation.apply(  # type: ignore[no-untyped-call]
@@ -83,7 +85,7 @@ class _Distillation(torch.autograd.Function):
         teacher_TD, teacher_head_VD = taught or (None, None)
         if teacher_head_VD is None:
             teacher_head_VD = head_VD
-        rows = chunk_rows(len(head_VD), on_cpu=head_VD.device.type == "cpu")
+        rows = _rows_at_once(head_VD)
         for start in range(0, num_tokens, rows):
             chunk = slice(start, start + rows)
             teacher = None if teacher_TD is None else (teacher_TD[chunk], teacher_head_VD)
@@ -119,33 +121,62 @@ def _chunk(
     shares: tuple[float, Tensor],
     readout: Readout,
 ) -> tuple[Tensor | float, Tensor, Tensor]:
-    """Sums of KL and cross-entropy over some tokens, and the gradient of the head's product."""
-    # At most three (with a cap four) tensors of tokens x vocabulary exist, besides 16-bit logits.
-    kl_sum: Tensor | float = 0.0
-    student_CV = readout.logits(student[0] @ student[1].T)
-    slope = readout.slope(student_CV)
-    student_CV = student_CV.log_softmax(dim=1)
-    if teacher is not None:
-        log_CV = readout.logits(teacher[0] @ teacher[1].T).log_softmax(dim=1)
-        teacher_CV = log_CV.exp()
-        kl_sum = log_CV.sub_(student_CV).mul_(teacher_CV).sum()
-        del log_CV
-    ce_sum = F.nll_loss(student_CV, labels_C, ignore_index=IGNORED, reduction="sum")
-    student_CV.exp_()
-    labels_C1, (kl_share, ce_share) = labels_C.unsqueeze(1), shares
-    labelled_C1 = ((labels_C1 != IGNORED) * ce_share).to(student_CV.dtype)
+    """Sums of KL and cross-entropy over some tokens, and the gradient of the head's product.
+
+    `student` and `teacher` are hidden states and head. At most three (with a cap four) tensors of
+    tokens x vocabulary exist, besides 16-bit logits: what is no longer read is overwritten, and the
+    buffer then goes by the name of what it holds.
+    """
+    (student_CD, head_VD), (kl_share, ce_share) = student, shares
+    logits_CV = readout.logits(student_CD @ head_VD.T)
+    slope = readout.slope(logits_CV)
+    student_log_CV = logits_CV.log_softmax(dim=1)
+    del logits_CV
+    ce_sum = F.nll_loss(student_log_CV, labels_C, ignore_index=IGNORED, reduction="sum")
+    labels_C1 = labels_C.unsqueeze(1)
+    ce_share_C1 = torch.where(labels_C1 == IGNORED, 0.0, ce_share).to(student_log_CV.dtype)
     if teacher is None:
-        grad_CV = student_CV.mul_(labelled_C1)
+        kl_sum: Tensor | float = 0.0
+        student_CV = student_log_CV.exp_()
+        grad_CV = student_CV.mul_(ce_share_C1)
     else:
+        teacher_CV, kl_sum = _taught(teacher, student_log_CV, readout)
+        student_CV = student_log_CV.exp_()
         grad_CV = torch.sub(student_CV, teacher_CV, out=teacher_CV).mul_(kl_share)
-        grad_CV.addcmul_(student_CV, labelled_C1)
-    grad_CV.scatter_add_(1, labels_C1.clamp_min(0), -labelled_C1)
+        grad_CV.addcmul_(student_CV, ce_share_C1)
+    grad_CV.scatter_add_(1, labels_C1.clamp_min(0), -ce_share_C1)
     if readout != PLAIN:
         grad_CV *= slope
-    return kl_sum, ce_sum, grad_CV.to(student[1].dtype)
+    return kl_sum, ce_sum, grad_CV.to(head_VD.dtype)
 
 
-def chunk_rows(vocabulary: int, *, on_cpu: bool) -> int:
-    """Maximum number of tokens whose logits are formed at once."""
-    rows = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
-    return min(rows, CPU_CHUNK_ROWS) if on_cpu else rows
+def _taught(
+    teacher: tuple[Tensor, Tensor], student_log_CV: Tensor, readout: Readout
+) -> tuple[Tensor, Tensor]:
+    """The teacher's probabilities of some tokens, and the sum of KL(teacher || student)."""
+    hidden_CD, head_VD = teacher
+    teacher_log_CV = readout.logits(hidden_CD @ head_VD.T).log_softmax(dim=1)
+    teacher_CV = teacher_log_CV.exp()
+    difference_CV = teacher_log_CV.sub_(student_log_CV)
+    return teacher_CV, difference_CV.mul_(teacher_CV).sum()
+
+
+def _rows_at_once(head_VD: Tensor) -> int:
+    """The number of tokens in a chunk on the head's device."""
+    device = head_VD.device
+    memory_bytes = memory_of(device) if device.type == "cuda" else 0
+    return chunk_rows(len(head_VD), on_cpu=device.type == "cpu", memory_bytes=memory_bytes)
+
+
+def chunk_rows(vocabulary: int, *, on_cpu: bool, memory_bytes: int = 0) -> int:
+    """Maximum number of tokens whose logits are formed at once, given the memory of a GPU.
+
+    There a float32 tensor of a chunk takes at most a 64th of it: each chunk reads the head, and if
+    that is trained, adds to a gradient of the head's size.
+    """
+    if on_cpu:
+        return min(CPU_CHUNK_ROWS, max(1, MAX_CHUNK_ELEMENTS // vocabulary))
+    entries = memory_bytes // (CHUNKS_IN_MEMORY * torch.float32.itemsize)
+    if entries > MAX_CHUNK_ELEMENTS:  # GPUs of nearly the same memory have the same chunks
+        entries = 1 << (entries.bit_length() - 1)
+    return max(1, max(entries, MAX_CHUNK_ELEMENTS) // vocabulary)

@@ -246,7 +246,9 @@ def plan(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
     that fits, or an earlier one that is as fast; if none fits it is None, as are the hours.
     """
     ranks, choices = machine.gpus, []
-    step = replace(step, held=machine.held, on_cpu=machine.on_cpu)
+    step = replace(
+        step, held=machine.held, on_cpu=machine.on_cpu, memory_bytes=machine.memory_bytes
+    )
     can_offload = step.trains_weights and not machine.on_cpu
     ways = [*product((False,), (False, True), (False, True)[: min(2, ranks)])]
     ways += [(True, checkpointing, ranks > 1) for checkpointing in (False, True) if can_offload]

@@ -95,6 +95,8 @@ class Step:
     """Each GPU keeps a part of every dense weight."""
     offload: bool = False
     """Weights, gradients and moments of a finetuning are on the host, in this GPU's part."""
+    memory_bytes: int = 0
+    """Bytes of a GPU's memory, to which chunks of logits are fitted; 0: the smallest chunks."""
 
     @property
     def tokens(self) -> int:
@@ -115,6 +117,12 @@ class Step:
     def has_teacher(self) -> bool:
         """Whether the dense model runs on the same tokens."""
         return self.is_alignment or self.distils
+
+    @property
+    def logits_at_once(self) -> int:
+        """Number of tokens whose logits are in memory at once."""
+        vocabulary = self.sizes.widths.vocabulary
+        return chunk_rows(vocabulary, on_cpu=self.on_cpu, memory_bytes=self.memory_bytes)
 
     @property
     def neurons(self) -> int:
@@ -200,7 +208,7 @@ def step_memory(step: Step) -> Items:
         working += ROWS_IN_BACKWARD * sizes.split.active_experts * width
     # One chunk of logits: three tensors in float32, and the logits themselves if in 16 bits.
     vocabulary = sizes.widths.vocabulary
-    rows = min(tokens, chunk_rows(vocabulary, on_cpu=step.on_cpu))
+    rows = min(tokens, step.logits_at_once)
     chunk = rows * vocabulary * (3 * FLOAT32 + step.held * (step.held < FLOAT32))
     if step.train == "everything":  # the gradient of the head in float32, and what a chunk adds
         chunk += (2 * FLOAT32 - step.held) * vocabulary * width

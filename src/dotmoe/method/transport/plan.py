@@ -1,5 +1,6 @@
 """Transport plans: their type, input checks, the paper's Sinkhorn sweeps, and greedy rounding."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from dotmoe.common.distributed import memory_of
+
+CACHED_ELEMENTS = 2**17
+"""Elements of a block on the CPU: half a MiB in float32, so that a few blocks share a cache."""
+SWEEPS_IN_MEMORY = 16
+"""A GPU could hold the sweeps of so many groups of layers, unless a group is a single layer."""
 
 Capacity = int | Sequence[int] | Int[Tensor, " E"]
 """Number of neurons of every expert (s), or one number per expert; they sum to N."""
@@ -27,22 +35,34 @@ class TransportPlan:
 
 
 def checked_capacity(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, " E"]:
-    """Capacity of each expert, on the device of the scores.
+    """Capacity of each expert, on the host.
 
-    Raises a `ValueError` if they do not sum to N, one is below 1, or a score is not finite.
+    Raises a `ValueError` if they do not sum to N, or one is below 1.
     """
     num_neurons, num_experts = scores.shape[-2:]
-    capacity_E = torch.as_tensor(capacity, device=scores.device).expand(num_experts)
+    capacity_E = torch.as_tensor(capacity, device="cpu").expand(num_experts)
     if int(capacity_E.min()) < 1 or int(capacity_E.sum()) != num_neurons:
         raise ValueError(
             f"{num_neurons} neurons do not fill {num_experts} experts of {capacity}: "
             "N must be the sum of the capacities."
         )
-    # A NaN makes both extremes NaN: one pass is enough, without a mask as large as the scores.
-    extremes = scores.detach().aminmax() if scores.numel() else ()
-    if not all(bool(extreme.isfinite()) for extreme in extremes):
-        raise ValueError("scores contain NaN or infinity, so no assignment exists.")
     return capacity_E
+
+
+def extremes_of(scores: Float[Tensor, "*L N E"]) -> list[tuple[float, float]]:
+    """Smallest and largest score of each problem; one copy to the host.
+
+    Raises a `ValueError` if a score is not finite.
+    """
+    # A NaN makes both extremes NaN: one pass is enough, without a mask as large as the scores.
+    problems = scores.detach().reshape(-1, *scores.shape[-2:])
+    if not len(problems):
+        return []
+    extremes = [torch.stack(scores_NE.aminmax()) for scores_NE in problems]
+    pairs: list[tuple[float, float]] = [(low, high) for low, high in torch.stack(extremes).tolist()]
+    if not all(math.isfinite(low) and math.isfinite(high) for low, high in pairs):
+        raise ValueError("scores contain NaN or infinity, so no assignment exists.")
+    return pairs
 
 
 def sinkhorn(
@@ -65,27 +85,28 @@ def sinkhorn(
 
     Gradient:
         Flows through the unrolled sweeps, which are recomputed in the backward pass: memory grows
-        with num_sweeps * N * E of one layer, not of all layers.
+        with num_sweeps * N * E of the layers that are solved at once (`layers_at_once`).
 
     Example:
         >>> sinkhorn(torch.zeros(4, 2), capacity=2, tau=0.1, num_sweeps=1).plan.sum(dim=0)
         tensor([2., 2.])
     """
-    capacity_E = checked_capacity(affinity, capacity)
+    capacity_E = checked_capacity(affinity, capacity).to(affinity.device)
+    extremes_of(affinity)
 
-    def swept(affinity_1NE: Tensor) -> tuple[Tensor, Tensor]:
-        logits_1NE = affinity_1NE / tau
-        log_capacity_1E = capacity_E.to(logits_1NE.dtype).log().unsqueeze(0)
-        v_1E = log_capacity_1E
+    def swept(affinity_CNE: Tensor) -> tuple[Tensor, Tensor]:
+        logits_CNE = affinity_CNE / tau
+        log_capacity_1E = capacity_E.to(logits_CNE.dtype).log().unsqueeze(0)
+        v_C1E = log_capacity_1E.unsqueeze(0)
         for _ in range(num_sweeps):
-            u_1N1 = -torch.logsumexp(logits_1NE + v_1E, dim=-1, keepdim=True)
-            v_1E = log_capacity_1E - torch.logsumexp(logits_1NE + u_1N1, dim=-2)
-        return torch.exp(logits_1NE + u_1N1 + v_1E), v_1E
+            u_CN1 = -torch.logsumexp(logits_CNE + v_C1E, dim=-1, keepdim=True)
+            v_C1E = log_capacity_1E - torch.logsumexp(logits_CNE + u_CN1, dim=-2, keepdim=True)
+        return torch.exp(logits_CNE + u_CN1 + v_C1E), v_C1E.squeeze(-2)
 
     layers = affinity.reshape(-1, *affinity.shape[-2:])
     solved = [(layers[:0], layers[:0, 0])]
-    for layer in layers.unsqueeze(1):
-        solved.append(checkpoint(swept, layer, use_reentrant=False, preserve_rng_state=False))
+    for group in torch.split(layers, layers_at_once(layers, num_sweeps)):
+        solved.append(checkpoint(swept, group, use_reentrant=False, preserve_rng_state=False))
     plan, potential = (torch.cat(parts) for parts in zip(*solved, strict=True))
     plan = plan.reshape(affinity.shape)
     column_sums, row_sums = (plan.detach().sum(dim, dtype=torch.float64) for dim in (-2, -1))
@@ -99,6 +120,19 @@ def sinkhorn(
     )
 
 
+def layers_at_once(layers: Float[Tensor, "L N E"], num_sweeps: int) -> int:
+    """How many layers' sweeps are computed together, at least 1: the numbers are the same.
+
+    A GPU waits for each operation to be launched, and one on more layers takes hardly longer. The
+    backward pass of a sweep holds two tensors as large as the plan. On a CPU the cache bounds it.
+    """
+    entries = max(1, layers.shape[1] * layers.shape[2])
+    if layers.device.type != "cuda":
+        return max(1, CACHED_ELEMENTS // entries)
+    bytes_of_a_layer = 2 * (num_sweeps + 1) * entries * layers.element_size()
+    return max(1, memory_of(layers.device) // SWEEPS_IN_MEMORY // bytes_of_a_layer)
+
+
 def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> Int[Tensor, "*L N"]:
     """Hard assignment M of eq:assignment_ste: the paper's greedy selection, without its sort.
 
@@ -108,7 +142,8 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
     finds it: every free neuron proposes to the best expert that would still take it, and every
     expert keeps the best neurons that it has room for.
 
-    The plan may be any finite scores, larger is closer; for errors see `checked_capacity`.
+    The plan may be any finite scores, larger is closer; for errors see `checked_capacity` and
+    `extremes_of`. A device is waited for once, and twice for each round of proposals.
 
     Returns:
         Expert of each neuron, 0 to E - 1; every expert is exactly full. It equals the result of the
@@ -118,7 +153,8 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
         >>> greedy_assignment(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), capacity=1)
         tensor([0, 1])
     """
-    capacity_E = checked_capacity(plan, capacity)
+    capacity_E = checked_capacity(plan, capacity).to(plan.device)
+    extremes_of(plan)
     *leading, num_neurons, num_experts = plan.shape
     # Rows are the neurons of all layers; a slot is one expert of one layer.
     scores_RE = plan.detach().reshape(-1, num_experts)
@@ -127,31 +163,34 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
     # The first proposal of all rows at once; `max` returns the first of equal entries.
     score_R, expert_R = scores_RE.max(dim=-1)
     slot_R = rows_R // num_neurons * num_experts + expert_R
-    # The score that a newcomer must beat: any score does, until the slot refuses its first row.
-    worst_score_S = scores_RE.new_full(capacity_S.shape, -torch.inf)
-    worst_row_S = torch.zeros_like(capacity_S)
+    # The score that a newcomer must beat: any score does, until the slot refuses its first row. The
+    # last entry is of no slot.
+    num_slots, one_R = len(capacity_S), torch.ones_like(slot_R)
+    worst_score_S = scores_RE.new_full((num_slots + 1,), -torch.inf)
+    worst_row_S = capacity_S.new_zeros(num_slots + 1)
     while True:
         # Slots with too many proposals keep the best; only these slots are processed.
-        size_S = torch.bincount(slot_R, minlength=len(capacity_S))
+        size_S = torch.zeros_like(capacity_S).scatter_add_(0, slot_R, one_R)
         crowded_S = size_S > capacity_S
         # In row order, which the stable sorts keep; then by falling score, and by slot.
         rows = crowded_S[slot_R].nonzero().squeeze(-1)
+        if not len(rows):
+            return (slot_R % num_experts).reshape(*leading, num_neurons)
         rows = rows[score_R[rows].argsort(descending=True, stable=True)]
         rows = rows[slot_R[rows].argsort(stable=True)]
         size_S = torch.where(crowded_S, size_S, 0)
         slots = slot_R[rows]
         place = torch.arange(len(rows), device=rows.device) - (size_S.cumsum(0) - size_S)[slots]
-        last = rows[place == capacity_S[slots] - 1]
-        worst_score_S[slot_R[last]], worst_row_S[slot_R[last]] = score_R[last], last
+        # The last row that has room is the slot's worst; picking it out would be one more wait.
+        slot_of_last = torch.where(place == capacity_S[slots] - 1, slots, num_slots)
+        worst_score_S[slot_of_last], worst_row_S[slot_of_last] = score_R[rows], rows
         free = rows[place >= capacity_S[slots]]
-        if not len(free):
-            return (slot_R % num_experts).reshape(*leading, num_neurons)
         # Every refused row proposes to the best slot that would still take it. A slot's worst row
         # only improves, so a slot whose worst row beats a free row now would refuse it for ever: no
         # record of refusals is needed.
         layer = free // num_neurons
-        worst_score = worst_score_S.view(-1, num_experts)[layer]
-        worst_row = worst_row_S.view(-1, num_experts)[layer]
+        worst_score = worst_score_S[:-1].view(-1, num_experts)[layer]
+        worst_row = worst_row_S[:-1].view(-1, num_experts)[layer]
         scores = scores_RE[free]
         lost = (scores == worst_score) & (free.unsqueeze(-1) > worst_row)
         scores.masked_fill_((scores < worst_score) | lost, -torch.inf)

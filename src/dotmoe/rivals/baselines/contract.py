@@ -11,8 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.common.errors import require_package
-from dotmoe.method.calibrate import block_inputs, harden
-from dotmoe.method.config import CalibrateConfig
+from dotmoe.common.seeds import generator_for
+from dotmoe.method.assignment import assigned
+from dotmoe.method.calibrate import block_inputs
+from dotmoe.method.config import AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, readout_of
 from dotmoe.models.hooks import input_hooks
@@ -83,7 +85,7 @@ class SplitInputs:
                 energy=energy,
                 ffn=self.dense.family.ffn(modules[index]),
                 x_TD=x_TD.float(),
-                generator=torch.Generator().manual_seed(self.seed + index),
+                generator=generator_for(self.seed, self.granularity.target, index),
             )
 
 
@@ -133,7 +135,7 @@ def balanced_clusters(
         score_NE = score(F.one_hot(centre_E, num_items).T.float())
         best = -torch.inf, centre_E
         for _ in range(ROUNDS + 1):
-            expert_N = harden(score_NE)
+            expert_N = assigned(AssignmentConfig(), score_NE, num_items // num_clusters)
             member_NE = F.one_hot(expert_N, num_clusters).float()
             score_NE = score(member_NE)
             total = float((score_NE * member_NE).sum(dtype=torch.float64))
