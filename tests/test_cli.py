@@ -50,6 +50,33 @@ def test_every_command_has_help_and_common_options_exist(name, command):
             assert len(above.rstrip()) + len(below.split()[0]) >= HELP_COLUMNS, "a ragged line"
 
 
+IN_ONE_PROCESS = {
+    "quickstart": "--out OUT",
+    "inspect": "embedded",
+    "compare": "embedded OUT --data FILE",
+    "export": "RUN OUT",
+    "evaluate": "embedded --tasks piqa",
+    "analyse": "RUN",
+    "bench": "embedded RUN",
+    "report": "RUN",
+}
+"""A line of each command that several processes of torchrun cannot share."""
+
+
+@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+def test_torchrun_is_refused_by_what_runs_in_one_process(name, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = command(name, *IN_ONE_PROCESS[name].split()).refusal()
+    assert f"dotmoe {name} runs in one process, but torchrun started several." in line
+    assert not any(tmp_path.iterdir())
+
+
+def test_every_command_shares_torchruns_work_or_is_refused():
+    """That the first two do share it is tested in `tests/distributed` and `tests/finetune`."""
+    assert {"convert", "finetune"} == COMMANDS.keys() - IN_ONE_PROCESS.keys()
+
+
 def test_a_command_says_each_warning_once():
     code = (
         "import logging; from dotmoe.cli import commands, run\n"

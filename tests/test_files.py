@@ -4,9 +4,12 @@ import errno
 import hashlib
 import math
 import os
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dotmoe.common import files
 from dotmoe.common.errors import UserError
@@ -82,6 +85,44 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_several_processes_may_write_one_file(tmp_path):
+    path = tmp_path / "values.json"
+    writers = [
+        get_context("fork").Process(target=write_often, args=(path, number)) for number in range(2)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert read_json(path)["by"] in (0, 1)
+    assert os.listdir(tmp_path) == ["values.json"]
+
+
+def write_often(path, number):
+    """What one of several processes does."""
+    for _ in range(100):
+        write_json(path, {"by": number})
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_have_the_permissions_that_the_umask_leaves(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        write_json(tmp_path / "values.json", {})
+        save_tensors({"whole": torch.arange(3)}, tmp_path / "tensors")
+        with complete_folder(tmp_path / "out") as partial:
+            save_file({"whole": torch.arange(3)}, partial / "by_another_library")
+            (partial / "inner").mkdir()
+            (partial / "inner" / "file").touch(0o600)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert (modes.pop("out"), modes.pop("inner")) == (0o777 & ~umask,) * 2
+    assert len(modes) == 4
+    assert set(modes.values()) == {0o666 & ~umask}
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", None])
 def test_a_bad_json_file_gets_one_line(content, tmp_path):
     path = tmp_path / "new" / "values.json"
@@ -108,6 +149,23 @@ def test_a_folder_appears_whole_or_not_at_all_and_is_made_by_one(tmp_path):
     with pytest.raises(UserError, match="exists already"), complete_folder(out):
         pass
     assert (out / "file").read_text() == "whole"
+
+
+@pytest.mark.parametrize("make", [lambda out: write_text(out / "of", "another"), Path.touch])
+def test_finished_work_is_kept_if_its_place_is_taken_meanwhile(make, tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "out-2").touch()
+
+    def write():
+        with complete_folder(out) as partial:
+            (partial / "file").write_text("whole")
+            make(out)
+
+    with pytest.raises(UserError, match=rf"is finished, and kept as {out}-3\."):
+        write()
+    assert sorted(os.listdir(tmp_path)) == ["out", "out-2", "out-3"]
+    assert (tmp_path / "out-3" / "file").read_text() == "whole"
+    assert out.is_file() or (out / "of").read_text() == "another"
 
 
 def test_a_link_to_a_folder_is_written_through_and_removed_without_what_it_links_to(tmp_path):

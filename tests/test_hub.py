@@ -13,9 +13,9 @@ from huggingface_hub.utils import filter_repo_objects
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import write_text
-from dotmoe.models import checkpoint
-from dotmoe.models.checkpoint import checkpoint_folder
+from dotmoe.models import source
 from dotmoe.models.load import describe_dense
+from dotmoe.models.source import checkpoint_folder
 from runs import TINY_CONVERT, TINY_FINETUNE, put_into
 
 NAME = "some-one/Tiny"
@@ -52,7 +52,7 @@ def hub(tmp_path, monkeypatch):
     """A hub that this process uses, with an empty cache."""
     made = Hub(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(made.cache))
-    monkeypatch.setattr(checkpoint, "snapshot_download", made.download)
+    monkeypatch.setattr(source, "snapshot_download", made.download)
     return made
 
 
@@ -68,6 +68,7 @@ def test_a_run_keeps_its_commit_when_main_moves(hub, copied, text_file, tmp_path
     again = command("convert", NAME, run, **options)
     assert again.status == 0, again.err
     assert json.loads((run / "manifest.json").read_text())["revision"] == first
+    assert f"dotmoe convert {NAME}@{first} AGAIN" in (run / "7_report/report.md").read_text()
     shutil.rmtree(run / "6_evaluate")  # as if it had been interrupted
     assert command("convert", NAME, run, **options).status == 0
     assert command("export", run, tmp_path / "again").status == 0

@@ -1,6 +1,9 @@
 """A GGUF file as the dense model: what is read of it, where it is kept, and what is refused."""
 
 import json
+import os
+import re
+import shutil
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -14,10 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError
 from dotmoe.export import llama_cpp
-from dotmoe.models.checkpoint import checkpoint_folder
+from dotmoe.models.family import rope_of
 from dotmoe.models.load import dense_config
+from dotmoe.models.source import checkpoint_folder
 from export.comparison import logits_of
-from runs import TINY_CONVERT, TINY_FINETUNE, loaded, rope
+from runs import TINY_CONVERT, TINY_FINETUNE, loaded, refusal, rope
 
 
 @pytest.fixture(autouse=True)
@@ -106,8 +110,11 @@ def test_digits_are_cut_as_the_rule_in_the_file_says(dense_of, gguf_of):
     assert read("a 12 b")["input_ids"] == tokenizer("a 12 b")["input_ids"]
 
 
-def write_gguf(path, architecture, model=None):
-    """A file by the gguf package alone, as llama.cpp's converter writes Qwen2."""
+def write_gguf(path, architecture, model=None, keys=None, lacking=()):
+    """A file by the gguf package alone, as llama.cpp's converter writes Qwen2.
+
+    `keys` are further ones of the architecture, `lacking` names those that are left out.
+    """
     writer = GGUFWriter(path, architecture)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -115,14 +122,22 @@ def write_gguf(path, architecture, model=None):
     writer.add_token_merges(["1 2"])
     if model is not None:
         config = model.config
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        values = {
+            "context_length": config.max_position_embeddings,
+            "embedding_length": config.hidden_size,
+            "block_count": config.num_hidden_layers,
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count": config.num_attention_heads,
+            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+            "rope.freq_base": rope_of(config)["rope_theta"],
+            **(keys or {}),
+        }
+        for key, value in values.items():
+            kind = {int: "uint32", float: "float32", str: "string", bool: "bool"}[type(value)]
+            if key not in lacking:
+                getattr(writer, f"add_{kind}")(f"{architecture}.{key}", value)
+    if model is not None and architecture == "qwen2":
         names = get_tensor_name_map(MODEL_ARCH.QWEN2, config.num_hidden_layers)
         for name, tensor in model.state_dict().items():
             writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.numpy())
@@ -136,6 +151,112 @@ def test_biases_of_qwen2_are_read(dense_of, tokens_BT, tmp_path):
     dense = dense_of("qwen2")
     write_gguf(tmp_path / "model.gguf", "qwen2", dense.model)
     require_same_logits(dense, tmp_path / "model.gguf", tokens_BT)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "arch", "keys", "lacking", "words"),
+    [
+        ("phi3", {}, "phi3", {"attention.sliding_window": 64}, (), "sliding_window.* is 64"),
+        ("phi3", {}, "phi3", {"rope.dimension_count": 12}, (), r"rope\.dimension_count .* is 12"),
+        ("qwen2", {}, "qwen2", {"attention.scale": 0.5}, (), r"attention\.scale \(0\.5\), which"),
+        ("qwen2", {}, "qwen2", {"logit_scale": 2.0}, (), "logit_scale"),
+        ("qwen2", {}, "qwen2", {"attention.key_length": 32}, (), "key_length .* is 32.* reads 16"),
+        ("qwen2", {}, "qwen2", {"attention.causal": False}, (), "causal .* is False"),
+        ("qwen2", {}, "qwen2", {"rope.scaling.attn_factor": 2.0}, (), "attn_factor .* is 2"),
+        ("qwen2", {}, "qwen2", {"rope.scale_linear": 4.0}, (), "scale_linear .* is 4"),
+        ("qwen2", {}, "qwen2", {}, ("attention.head_count",), "lacks the key qwen2.*head_count"),
+        ("qwen2", {}, "qwen2", {}, ("block_count",), "lacks the key qwen2.block_count"),
+        ("qwen2", {}, "qwen2", {}, ("attention.layer_norm_rms_epsilon",), "lacks the key qwen2"),
+        ("qwen2", {}, "qwen2", {}, ("attention.head_count_kv",), "not there, which means 4"),
+        ("gemma2", {}, "gemma2", {"attention.key_length": 16}, (), r"1 / sqrt\(16\).* reads 256"),
+        (
+            "gemma2",
+            {"head_dim": 256},
+            "gemma2",
+            {"attention.key_length": 256, "block_count": 46},
+            (),
+            r"1 / sqrt\(16\).* reads 256",  # hidden_size / heads, as in Gemma 2 27B
+        ),
+        (
+            "gemma3_text",
+            {"head_dim": 256},
+            "gemma3",
+            {"attention.key_length": 256, "final_logit_softcapping": 20.0},
+            (),
+            "final_logit_softcapping .* is 20",
+        ),
+    ],
+)
+def test_keys_that_transformers_does_not_read_are_refused(
+    family, options, arch, keys, lacking, words, dense_of, tmp_path
+):
+    file = tmp_path / "model.gguf"
+    write_gguf(file, arch, dense_of(family, **options).model, keys, lacking)
+    for read in (dense_config, checkpoint_folder):  # of inspect and of the others
+        said = refusal(read, str(file))
+        assert re.search(words, said), said
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 16},
+        {"attention.sliding_window": 4096, "attention.causal": True, "expert_count": 0},
+        {"rope.scaling.type": "none", "rope.scaling.original_context_length": 64},
+    ],
+)
+def test_keys_that_change_nothing_are_harmless(keys, dense_of, tokens_BT, tmp_path):
+    dense = dense_of("qwen2")
+    write_gguf(tmp_path / "model.gguf", "qwen2", dense.model, keys)
+    require_same_logits(dense, tmp_path / "model.gguf", tokens_BT)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "arch", "keys"),
+    [
+        ("phi3", {}, "phi3", {"rope.scaling.original_context_length": 64}),
+        ("qwen3", {"head_dim": 128}, "qwen3", {"attention.key_length": 128}),
+        ("gemma2", {"head_dim": 256}, "gemma2", {"attn_logit_softcapping": 50.0}),
+        ("gemma3_text", {"head_dim": 256}, "gemma3", {"rope.freq_base": 1e6}),
+    ],
+)
+def test_keys_that_llama_cpp_writes_are_read(family, options, arch, keys, dense_of, tmp_path):
+    """As in its files of Phi-3, Qwen3, Gemma 2 and Gemma 3 1B."""
+    model, file = dense_of(family, **options).model, tmp_path / "model.gguf"
+    if "gemma" in arch:
+        keys = keys | {"attention.key_length": 256, "attention.value_length": 256}
+        keys |= {"attention.sliding_window": 64}
+    write_gguf(file, arch, model, keys)
+    config = dense_config(str(file))[0]
+    assert (config.model_type, config.num_hidden_layers) == (family, 2)
+    if "gemma" in arch:
+        assert config.sliding_window == 64
+
+
+def test_files_beside_a_gguf_replace_none_of_its_parts(dense_of, gguf_of, cache, tmp_path):
+    file = gguf_of(dense_of("llama")).rename(tmp_path / "model.GGUF")
+    text = "a 12 b"
+    alone = loaded(file).tokenizer(text)["input_ids"]
+    shutil.rmtree(cache)
+    other = with_a_merge(dense_of("llama").tokenizer, digits=True)
+    other.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    read = loaded(file)
+    assert read.tokenizer(text)["input_ids"] == alone != other(text)["input_ids"]
+    assert read.config.model_type == "llama"
+    texts = [each.read_text() for each in read.folder.glob("*.json")]
+    assert not any("model.gguf" in each or "/tmp" in each for each in texts)
+
+
+def test_the_cache_keeps_one_folder_a_file_and_knows_what_made_it(
+    dense_of, gguf_of, cache, monkeypatch
+):
+    file = gguf_of(dense_of("llama"))
+    first = checkpoint_folder(str(file))
+    assert checkpoint_folder(str(file)) == first
+    monkeypatch.setattr("dotmoe.models.from_gguf.version", lambda name: f"another {name}")
+    assert checkpoint_folder(str(file)) != first
+    assert len([path for path in cache.iterdir() if (path / "model.safetensors").is_file()]) == 1
 
 
 def test_a_sentencepiece_tokenizer_cuts_as_before(shared_data, gguf_of):
@@ -218,6 +339,16 @@ def test_a_file_in_place_of_another_is_read_anew(dense_of, gguf_of):
     gguf_of(dense_of("llama", tied=True))
     weights.append(load_file(checkpoint_folder(str(file)) / "model.safetensors"))
     assert weights[0].keys() - weights[1].keys() == {"lm_head.weight"}
+
+
+def test_a_file_whose_content_alone_has_changed_is_read_anew(dense_of, gguf_of):
+    file = gguf_of(dense_of("llama"))
+    first, stat = loaded(file).folder, file.stat()
+    content = bytearray(file.read_bytes())
+    content[-4:] = bytes(4)
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert loaded(file).folder != first
 
 
 def test_files_that_are_none_are_refused(command, tmp_path, monkeypatch):

@@ -11,14 +11,15 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.export import llama_cpp
 from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.models import checkpoint
 from dotmoe.models import on_disk as module
-from dotmoe.models.checkpoint import Tensors, checkpoint_folder
+from dotmoe.models import source
+from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.from_gguf import GgufFile
 from dotmoe.models.load import describe_dense, whole_weights
 from dotmoe.models.on_disk import exported_on_disk, on_disk, parts_of
 from dotmoe.models.save import write_weights
+from dotmoe.models.source import checkpoint_folder
 from dotmoe.rivals.baselines import SplitInputs, baseline, granularity_of
 from dotmoe.rivals.baselines.contract import next_token_loss
 from dotmoe.rivals.config import BaselineConfig
@@ -196,6 +197,6 @@ def test_a_name_that_leads_to_no_model_is_one_line(monkeypatch):
         checkpoint_folder("a text instead of a name, " * 99 + "/model")
     # Not all that the hub's library raises is an OSError.
     download = Mock(side_effect=XetDownloadError("no such\nchunk"))
-    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    monkeypatch.setattr(source, "snapshot_download", download)
     with pytest.raises(UserError, match=r"cannot be fetched from the hub \(no such chunk\)"):
         checkpoint_folder("someone/model")

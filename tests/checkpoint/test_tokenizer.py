@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.cli import run
 from dotmoe.common.errors import UserError
-from dotmoe.models.checkpoint import _UNWANTED, _WANTED
 from dotmoe.models.save import write_weights
+from dotmoe.models.source import _UNWANTED, _WANTED
 from dotmoe.models.tokenizer import load_tokenizer, tokenizer_notes
 from dotmoe.text.blocks import pack
 from runs import TINY_CONVERT, loaded, put_into, words

@@ -112,7 +112,7 @@ def test_a_last_window_counts_from_two_tokens_up(dense, text, shapes):
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", {"logits_scaling": 3.0}), ("granite", {}), ("olmo2", {})],  # LLaMA reads no such key
+    [("llama", {}), ("granite", {"logits_scaling": 3.0}), ("olmo2", {})],
 )
 def test_loss_is_the_one_that_transformers_computes(family, options, dense_of, monkeypatch):
     dense = dense_of(family, **options)
@@ -238,9 +238,13 @@ def test_of_two_models_both_are_there_at_first_and_one_is_in_memory(
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("tokenizer.json", "{}", "'added_tokens'"),
-        ("tokenizer_config.json", "{", "line 1 column 2"),
-        ("config.json", '{"model_type": "unheard"}', "model type `unheard`"),
+        ("tokenizer.json", "{}", "cannot be loaded .*'added_tokens'"),
+        ("tokenizer_config.json", "{", "cannot be loaded .*line 1 column 2"),
+        (
+            "config.json",
+            '{"model_type": "unheard"}',
+            "no valid .* model type `unheard`",
+        ),
         ("config.json", '{"model_type": "llama", "num_attention_heads": 5}', "not a multiple"),
     ],
 )
@@ -249,7 +253,7 @@ def test_a_checkpoint_that_transformers_cannot_load_is_refused(
 ):
     (copied / name).write_text(text)
     config = EvaluateConfig(model=str(copied), corpus=TextConfig(text=(str(text_file),)), load=CPU)
-    with pytest.raises(UserError, match=f"model cannot be loaded .*{words}"):
+    with pytest.raises(UserError, match=words):
         evaluate(config)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from scipy.stats import sem
 
 from dotmoe.common.errors import UserError
+from dotmoe.common.files import alone_in, read_json
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import harness, programs
 from dotmoe.measure.evaluate.difference import kept
@@ -30,6 +32,7 @@ from dotmoe.measure.evaluate.tasks import (
     with_error,
 )
 from dotmoe.models.config import LoadConfig
+from dotmoe.models.identity import fingerprint
 from runs import refusal
 
 HUB = {"boolq": "aps/super_glue", "piqa": "baber/piqa", "hellaswag": "Rowan/hellaswag"}
@@ -239,6 +242,36 @@ def test_a_finished_task_is_not_run_again_and_other_settings_are_refused(
     assert limited["against"]["tasks"]["piqa"]["scores"][0]["questions"] == 2
     assert (out / "against" / "piqa.json").is_file()
     assert "only the first 2 questions" in limited["model"]["tasks"]["piqa"]["notes"][0]
+
+
+def test_results_of_models_of_one_name_do_not_meet(
+    tiny_dense, finished, task_data, tmp_path, command, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    options = {"tasks": "piqa", "task_data": task_data, "device": "cpu", "limit": 2}
+    for number, epsilon in enumerate((1e-6, 1e-3)):
+        model = shutil.copytree(tiny_dense("llama", rms_norm_eps=epsilon), tmp_path / f"{number}/5")
+        assert command("evaluate", model, **options).status == 0
+        (folder,) = tmp_path.glob(f"evaluation-5-{fingerprint(model)[:8]}")
+        found = read_json(folder / "tasks/piqa.json")
+        assert found["model"]["fingerprint"] == found["identity"]["model"] == fingerprint(model)
+    assert len([*tmp_path.glob("evaluation-*")]) == 2
+    run = finished.copied_to(tmp_path / "run").folder
+    for name in (run, run / "5_export", "run/5_export/"):
+        said = command("evaluate", name, **options)
+        assert (run / "6_evaluate/tasks/piqa.json").is_file()
+        assert ("is finished already" in said.err) == (name != run)
+    assert len([*tmp_path.glob("evaluation-*")]) == 2
+
+
+def test_two_processes_do_not_write_to_one_folder(tiny_dense, task_data, tmp_path, command):
+    options = {"tasks": "piqa", "task_data": task_data, "device": "cpu", "out": tmp_path / "out"}
+    with alone_in(tmp_path / "out"):
+        line = command("evaluate", tiny_dense("llama"), **options).refusal()
+        assert f"{tmp_path / 'out'} is in use by another dotmoe process." in line
+    assert not (tmp_path / "out").exists()
+    assert command("evaluate", tiny_dense("llama"), **options).status == 0
+    assert set(os.listdir(tmp_path / "out")) == {"tasks.json", "tasks"}
 
 
 def test_requests_longer_than_the_context_are_counted(tiny_dense, task_data, tmp_path, command):

@@ -288,7 +288,9 @@ def test_float16_weights_are_written_exactly_as_float32(family, exported, dense_
 def test_weights_with_no_place_are_refused(name, tensor, words, tiny_dense, exported, tmp_path):
     """Transformers runs all three, and does not tie a head that is stored and differs."""
     source = tiny_dense("llama", tied=name.startswith("lm_head"))
-    dense = with_tensors(source, tmp_path / "dense", {name: tensor})
+    dense = describe_dense(str(shutil.copytree(source, tmp_path / "dense")))
+    with rewritten(dense.folder) as tensors:
+        tensors[name] = tensor
     stock = AutoModelForCausalLM.from_pretrained(dense.folder)
     assert stock.lm_head.weight is not stock.model.embed_tokens.weight
     with pytest.raises(UserError, match=f"{name}.*{words}"):

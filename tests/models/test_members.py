@@ -24,15 +24,13 @@ from runs import GRANITE_FACTORS, refusal
 
 WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 16}
-OF_OTHERS = {"sliding_window": 16, **GRANITE_FACTORS}
-"""Keys that the stock LLaMA does not read."""
 HALF = ["full_attention", "sliding_attention"]
 SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 SOFT_CAPS = SLIDING | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}
 """Caps so low that logits and attention feel them."""
 HYBRID = {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": None}
 MEMBERS = {
-    "llama": [{}, {"tied": True}, {"attention_bias": True}, {**WIDE_HEADS, **OF_OTHERS}],
+    "llama": [{}, {"tied": True}, {"attention_bias": True}, WIDE_HEADS],
     "mistral": [
         {"sliding_window": None},
         {"sliding_window": 16, "attention_bias": True, **WIDE_HEADS},
@@ -144,7 +142,6 @@ def test_the_parts_compute_what_the_stock_model_does(dense, tokens_BT):
 @pytest.mark.parametrize(
     ("family", "config", "window"),
     [
-        ("llama", OF_OTHERS, None),
         ("mistral", {"sliding_window": 16}, 16),
         ("phi3", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}, 16),
         ("qwen2", {**QWEN_WINDOW, "max_window_layers": 0}, 16),

@@ -10,6 +10,7 @@ from pages import HOSTILE, ROOT, read_page
 from dotmoe.cli import run
 from dotmoe.measure.report.page import html_report
 from dotmoe.measure.report.plots import quality_svg
+from dotmoe.models.identity import fingerprint
 from runs import TEXT
 
 TASKS = {
@@ -59,6 +60,7 @@ def measured(finished, tmp_path_factory):
     weights = {"active_experts": 3, "experts": 12, "stored_bytes": 400_000}
     for side in ("dense", "moe"):
         case[side] |= {"dtype": "float32", "weights": weights}
+    case["moe"]["fingerprint"] = fingerprint(made / "5_export")
     (made / "6_evaluate" / "bench.json").write_text(json.dumps(case))
     html_report(made)
     return made

@@ -14,11 +14,14 @@ from rich.console import Console
 
 from dotmoe.cli import COMMANDS, run
 from dotmoe.common.errors import UserError
+from dotmoe.common.files import read_json
 from dotmoe.common.tables import in_bytes
 from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.page import html, html_report, markdown, summary
 from dotmoe.measure.report.plots import NO_PLOT, WIDTH, quality_figure
-from runs import weights_of
+from dotmoe.models.identity import fingerprint
+from dotmoe.run.finished import FinishedRun
+from runs import put_into, weights_of
 
 PHONE_PX = 350
 """Width of a plot on a phone."""
@@ -173,6 +176,102 @@ def test_a_run_of_heads_is_proposed_what_it_can_have(found):
     assert "dotmoe bench" not in proposed
 
 
+def test_every_result_names_the_model_that_it_measured(measured, finished):
+    known = {fingerprint(measured / "5_export"), fingerprint(finished.source)}
+    known.add(FinishedRun(measured).fingerprints["experts"])
+    names = set()
+    for path in measured.joinpath("6_evaluate").rglob("*.json"):
+        content = read_json(path)
+        name = path.relative_to(measured / "6_evaluate").with_suffix("").as_posix()
+        found = list(values_at("fingerprint", content))
+        assert found, name
+        assert set(found) <= known, name
+        names.add(name.partition("/")[0])
+    assert names == {"results", "perplexity", "curve", "fidelity", "generation", "analysis"} | {
+        *("bench", "tasks", "against")
+    }
+
+
+def values_at(key, content):
+    """Strings at a key in nested JSON, or in the values of an object at it."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if name == key:
+            yield from value.values() if isinstance(value, dict) else [value]
+        elif isinstance(value, dict):
+            yield from values_at(key, value)
+
+
+def test_every_module_that_writes_what_it_measured_takes_fingerprints_from_one_place():
+    """`evaluate` puts together what others measured, and so does the quickstart."""
+    package = ROOT / "src" / "dotmoe"
+    writers = {
+        path.relative_to(package).as_posix(): "dotmoe.models.identity import FINGERPRINT" in text
+        for path in package.rglob("*.py")
+        if '"origin": "measured"' in (text := path.read_text())
+    }
+    assert {name for name, does in writers.items() if not does} == {
+        *("measure/evaluate/__init__.py", "cli/quickstart.py"),
+    }
+    makers = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "def fingerprint(" in path.read_text()
+    ]
+    assert makers == ["models/identity.py"]
+
+
+def test_results_of_an_earlier_export_are_left_out_and_said(measured, tmp_path, command):
+    made = Path(shutil.copytree(measured, tmp_path / "run"))
+    asked, earlier = made / "6_evaluate", "0" * 64
+    task = read_json(asked / "tasks/piqa.json")
+    put_into(asked / "tasks/piqa.json", model=task["model"] | {"fingerprint": earlier})
+    put_into(asked / "curve.json", fingerprint=earlier)
+    put_into(asked / "bench.json", moe={"name": "run"})  # of a version that did not say
+    other = read_json(asked / "against/boolq.json")
+    put_into(asked / "against/boolq.json", model=other["model"] | {"fingerprint": earlier})
+    compared = read_json(asked / "perplexity.json")  # with a dense model that changed later
+    put_into(asked / "perplexity.json", against=compared["against"] | {"fingerprint": earlier})
+    results = RunResults(made)
+    left_out = ["against/boolq", "bench", "curve", "perplexity", "tasks/piqa"]
+    assert results.of_others == left_out
+    assert not {*left_out} & results.files.keys()
+    assert set(results.tasks["model"]["tasks"]) == {"boolq"}
+    said = markdown(results).split("## Not measured yet")[1]
+    assert ", ".join(f"{name}.json" for name in left_out) in said
+    assert "--curve" in said
+    assert "dotmoe bench" in said
+
+
+def test_an_edited_export_is_measured_as_it_is_and_the_page_says_so(
+    finished, command, tmp_path, caplog
+):
+    run, again = finished.copied_to(tmp_path / "run").folder, tmp_path / "again"
+    text = {"text": finished.options["data"], "max_tokens": 600, "json": []}
+    options = {"active_experts": 5, "device": "cpu"}
+    assert command("export", run, again, **options).status == 0
+    expected = json.loads(command("evaluate", again, **text).out)["loss"]
+    before = json.loads(command("evaluate", run, **text).out)["loss"]
+    assert "edited" not in caplog.text
+    export = run / "5_export"
+    put_into(export / "tokenizer_config.json", model_max_length=77)
+    put_into(export / "config.json", num_experts_per_tok=5)
+    measured = command("evaluate", run, **text)
+    assert json.loads(measured.out)["loss"] == pytest.approx(expected, rel=1e-4)
+    assert abs(expected - before) > 1e-3
+    said = "was edited after the export"
+    assert f"{export}/config.json {said} (num_experts_per_tok 5, written with 3)" in caplog.text
+    assert f"{export}/tokenizer_config.json {said}; it is used as it is" in caplog.text
+    assert command(*finished.at(run).command()).status == 0, "a finished run says what it has"
+    page = (run / "7_report" / "report.md").read_text()
+    assert "were edited after this was measured" in page
+    assert "It was, until its files were edited" in page
+    put_into(export / "config.json", num_experts_per_tok=13)
+    line = command("evaluate", run, **text).refusal()
+    assert "is 13, but there are 12 experts a layer. Set it to a number from 1 to 12." in line
+    (export / "config.json").write_text((export / "config.json").read_text()[:99])
+    assert f"{export}/config.json is damaged: 99 of " in command("evaluate", run, **text).refusal()
+
+
 def test_a_page_without_matplotlib_says_so(bare, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert run(["report", str(bare)]) == 0
@@ -205,7 +304,7 @@ def test_a_damaged_file_is_one_line_and_no_page(measured, name, capsys):
     path, page = measured / name, measured / "7_report" / "report.html"
     before, written = path.read_text(), page.stat().st_mtime_ns
     damages = [before[: len(before) * 2 // 3], "[1, 2]\n"]
-    if name.startswith(("6_evaluate", "manifest")):
+    if name in ("6_evaluate/results.json", "manifest.json"):
         damages.append('{"provenance": {}}')
     try:
         for damage in damages:

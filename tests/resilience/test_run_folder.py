@@ -11,12 +11,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dotmoe.common.errors import UserError
+from dotmoe.common.files import read_json
 from dotmoe.common.options import identity
 from dotmoe.common.progress import Progress
-from dotmoe.models.checkpoint import fingerprint
+from dotmoe.models.identity import fingerprint
+from dotmoe.models.load import load_dense, load_weights
 from dotmoe.pipeline.convert import convert
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
+from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RunFolder
+from runs import put_into, refusal
 
 HOW = [
     *("out", "training", "load.device", "load.sharding", "align.activation_checkpointing"),
@@ -146,6 +150,56 @@ def test_a_finetune_is_not_taken_up_from_another_run(finished, finetuned, comman
     assert "was started from another run" in command("finetune", other.folder, *options).refusal()
     moved = finished.copied_to(tmp_path / "moved")
     assert command("finetune", moved.folder, *options).status == 0
+
+
+def test_the_dense_model_has_left_memory_when_the_export_is_loaded(
+    finished, command, tmp_path, monkeypatch
+):
+    dense, seen = [], []
+
+    def loaded_dense(*arguments):
+        dense.append(load_dense(*arguments))
+        return dense[0]
+
+    def loaded_export(*arguments):
+        seen.append({parameter.device.type for parameter in dense[0].model.parameters()})
+        return load_weights(*arguments)
+
+    monkeypatch.setattr("dotmoe.pipeline.convert.load_dense", loaded_dense)
+    monkeypatch.setattr("dotmoe.measure.evaluate.perplexity.load_weights", loaded_export)
+    options = {name: value for name, value in finished.options.items() if name != "no_repair"}
+    made = replace(finished, folder=tmp_path / "run", options=options | {"repair_epochs": 0})
+    assert command(*made.command()).status == 0
+    assert seen == [{"meta"}]
+    results = read_json(made.folder / "6_evaluate/results.json")
+    assert [*results][:3] == ["dense", "moe", "steps"]
+    assert results["frozen"]["loss"] != results["dense"]["loss"], "both were measured before"
+
+
+def test_inputs_are_compared_and_kept_by_name(finished, tmp_path):
+    folder, config = RunFolder(finished.copied_to(tmp_path / "run").folder), config_of(finished)
+    recorded = {"model": "of its files"}
+    put_into(folder.path / "manifest.json", inputs=recorded)
+    folder.begin(config, folder.model, None, {"text": "of one file"})
+    folder.begin(config, folder.model, None, recorded)  # its text cannot be read any more
+    assert RunFolder(folder.path).manifest["inputs"] == recorded | {"text": "of one file"}
+    folder.require_inputs({})
+    folder.require_inputs({"text": "of one file"})
+    line = refusal(folder.begin, config, folder.model, None, {"text": "of another"})
+    assert "was started with other text of that name: its files have changed since" in line
+    assert RunFolder(folder.path).manifest["inputs"]["text"] == "of one file"
+
+
+def test_experts_are_known_by_their_tensors_alone(finished, tmp_path):
+    path = finished.copied_to(tmp_path / "run").folder
+    before = FinishedRun(path).fingerprints
+    stages = read_json(path / "manifest.json")["stages"]
+    stages["extract"]["files"] |= {"times.json": {"bytes": 2, "sha256": "of seconds"}}
+    put_into(path / "manifest.json", stages=stages)
+    assert RunFolder(path).fingerprint_of("extract") == before["experts"]
+    stages["extract"]["files"] |= {"layers/weights.safetensors": {"bytes": 2, "sha256": "repaired"}}
+    put_into(path / "manifest.json", stages=stages)
+    assert RunFolder(path).fingerprint_of("extract") != before["experts"]
 
 
 def test_a_folder_that_is_gone_is_made_again_and_all_that_follows(finished, command, tmp_path):

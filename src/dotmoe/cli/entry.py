@@ -82,8 +82,11 @@ def _run_command(name: str, words: Sequence[str]) -> None:
     try:
         config = config_of(name, words)
         from dotmoe.cli import commands
-        from dotmoe.models.on_disk import quiet_transformers
+        from dotmoe.common.distributed import require_one_process
+        from dotmoe.models.stock import quiet_transformers
 
+        if not COMMANDS[name].is_shared:
+            require_one_process(f"dotmoe {name}")
         with quiet_transformers():
             getattr(commands, f"run_{name}")(config)
     except UserError as error:

@@ -16,7 +16,7 @@ from dotmoe.measure.evaluate import evaluate
 from dotmoe.measure.report import RIVALS
 from dotmoe.measure.report.page import html_report
 from dotmoe.measure.report.sections import in_short, overview
-from dotmoe.models.checkpoint import EMBEDDED
+from dotmoe.models.source import EMBEDDED
 from dotmoe.pipeline.convert import convert
 from dotmoe.run.config import QuickstartConfig, RunConfig, recipe
 from dotmoe.run.folder import STAGES, provenance

@@ -9,6 +9,8 @@ class Command(NamedTuple):
     help: str
     common: tuple[str, ...] = ()
     """Options that `--help` shows; `--help-all` shows the others too. Empty: both show all."""
+    is_shared: bool = False
+    """Whether torchrun's processes share the work; any other command runs in one."""
     recipes: str | None = None
     """The command whose recipes and config files this one starts from."""
     notes: tuple[str, ...] = ()
@@ -39,6 +41,7 @@ COMMANDS = {
     "convert": Command(
         "Turn a dense checkpoint into an MoE checkpoint.",
         common=("data", *_SPLIT, *_START, *_MACHINE, "time", "eval-text", "format", "method"),
+        is_shared=True,
         recipes="convert",
         notes=_OF_CONVERSIONS,
     ),
@@ -57,6 +60,7 @@ COMMANDS = {
             *("train", "steps", "batch-size", "micro-batch-size", "lr", "lr-router", "kl-weight"),
             *(*_TEXT, *_START, *_MACHINE, "format"),
         ),
+        is_shared=True,
         recipes="finetune",
         notes=(
             "Defaults are those of --recipe default: distillation from the dense model with fixed "

@@ -7,9 +7,11 @@ import logging
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, **metadata: str) -> Non
     for name, tensor in tensors.items():
         require_finite(name, tensor, path)
     save_file(tensors, path, metadata=metadata or None)
+    set_usual_mode(path)  # safetensors makes files that their owner alone can read
 
 
 class DamagedError(UserError):
@@ -63,12 +66,26 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def set_usual_mode(path: Path) -> None:
+    """Give a file the permissions of one that `open` makes: all that the umask leaves."""
+    umask = os.umask(0)  # there is no call that only reads it
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, and its folder: temporary name, sync, rename, sync of the folder."""
+    """Write a file atomically, and its folder: temporary name, sync, rename, sync of the folder.
+
+    Each call has a temporary name of its own, so that several processes may write one file: it
+    then holds the text of the last one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
+    handle, name = tempfile.mkstemp(".partial", f".{path.name}.", path.parent)
+    temporary = Path(name)
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        set_usual_mode(temporary)
         sync(temporary)
         temporary.replace(path)
     except BaseException:
@@ -149,6 +166,28 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Within this context, one process writes results to a folder, which is made if it is missing.
+
+    Another one gets a `UserError`. A new folder is removed if nothing was written to it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / ".lock"
+    refusal = (
+        f"{folder} is in use by another dotmoe process. Wait for it, or choose another folder."
+    )
+    try:
+        with locked(lock, refusal):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
 def require_outside_models(out: Path) -> None:
     """Refuse a place inside the folder of a model, of which it would become a part."""
     for folder in out.resolve().parents:
@@ -172,8 +211,9 @@ def new_folder(out: Path) -> Path:
 def complete_folder(out: Path) -> Iterator[Path]:
     """Within this context, write to a sibling `.OUT.partial`; without error it becomes `out`.
 
-    So `out` is never half-written, even after a power cut. Raises a `UserError` as `new_folder`
-    does, or if another process writes `out`.
+    So `out` is never half-written, even after a power cut. Its files get the usual permissions.
+    Raises a `UserError` as `new_folder` does, or if another process writes `out`; if something
+    else appeared at `out` meanwhile, the finished folder is kept beside it.
     """
     out = new_folder(out)
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
@@ -183,14 +223,30 @@ def complete_folder(out: Path) -> Iterator[Path]:
             partial.mkdir()
             yield partial
             for path in (*partial.rglob("*"), partial):
+                if path.is_file():
+                    set_usual_mode(path)
                 sync(path)
-            if out.exists():
-                out.rmdir()
-            partial.rename(out)
-            sync(out.parent)
+            _become(out, partial)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             lock.unlink(missing_ok=True)
+
+
+def _become(out: Path, partial: Path) -> None:
+    """Rename a finished folder to `out`, or to a free name beside it if `out` is not free."""
+    try:
+        partial.rename(out)  # an empty folder gives way
+        sync(out.parent)
+    except OSError as error:
+        if not out.exists():
+            raise
+        names = (out.with_name(f"{out.name}-{number}") for number in count(2))
+        kept = next(name for name in names if not name.exists())
+        partial.rename(kept)
+        raise UserError(
+            f"{out} was made by something else meanwhile. What was to be written there is "
+            f"finished, and kept as {kept}."
+        ) from error
 
 
 def remove(path: Path) -> None:

@@ -17,7 +17,6 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.config import GgufConfig
 from dotmoe.method.granularity import Granularity, Splits, targets_of
@@ -258,19 +257,6 @@ def shared_experts(split: Granularity) -> int:
     return max(1, -(-split.shared_size // split.expert_size))
 
 
-def require_no_others(dense: DenseModel, tensors: Tensors, format_name: str) -> None:
-    """Refuse a checkpoint with weights that the export would leave out."""
-    names = {NORM}.union(*(layer_names(dense, layer) for layer in range(dense.widths.layers)))
-    reached = {tensors.stored_name(name) for name in names} | {EMBEDDING, HEAD}
-    # Old checkpoints also store the rotary frequencies, which are constant.
-    others = sorted(x for x in tensors.names - reached if not x.endswith(".inv_freq"))
-    if others:
-        raise UserError(
-            f"{others[0]} is stored in {tensors.folder}, but {format_name} has no place for it "
-            f"({len(others)} such tensors). Choose a plain checkpoint of its family."
-        )
-
-
 def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]:
     """Names of a layer's tensors in LLaMA's form; those of its FFN come last, if `ffn` is set."""
     parts = dense.family.names(dense.family.layers(dense.model)[layer])
@@ -364,7 +350,7 @@ class Format(ABC):
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         """Specs of all tensors, in the order that is best for reading and writing."""
-        require_no_others(conversion.dense, conversion.tensors, self.name)
+        conversion.tensors.require_tensors(conversion.dense.model)
         is_left_out = conversion.dense.config.tie_word_embeddings and not self.writes_tied_head
         for name in [EMBEDDING, NORM] + [HEAD] * (not is_left_out):
             yield self.dense_tensor(conversion, name)

@@ -1,5 +1,6 @@
 """Record and model card of an export; verify its checksums."""
 
+import logging
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
@@ -10,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from dotmoe import __version__
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import Checksum, checksums, damage_in, read_json, write_json
+from dotmoe.common.files import Checksum, checksums, damage_in, read_json, write_json, write_text
 from dotmoe.common.tables import Table, figure, to_markdown, without_html
 from dotmoe.export.format import Conversion, Format
 from dotmoe.export.parameters import count_parameters
@@ -18,8 +19,12 @@ from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import splits_in
 from dotmoe.models.family import TARGETS
 
+logger = logging.getLogger(__name__)
+
 RECORD_FILE = "dotmoe.json"
 CARD_FILE = "README.md"
+EDITABLE = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files of settings, which users edit: k, how text is generated, how chats are written."""
 _TEMPLATES = jinja2.Environment(
     undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=without_html
 )
@@ -161,7 +166,7 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
 
 
 def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
-    """Refuse an exported folder if one of its files was changed.
+    """Refuse an exported folder if one of its files is damaged; warn of one that was edited.
 
     A folder without a record passes unless it is a run's `5_export`: dotmoe did not write it.
     Without `read_weights`, for callers that do not use them, only sizes of weights are compared.
@@ -171,9 +176,59 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
             raise UserError(f"{folder / RECORD_FILE} is missing. {_REMEDY}")
         return
     record = ExportRecord.load(folder)
-    damage = damage_in(folder, record.checksums, unread=() if read_weights else record.files)
+    edited = edited_files(folder, record)
+    expected = {name: sums for name, sums in record.checksums.items() if name not in edited}
+    damage = damage_in(folder, expected, unread=() if read_weights else record.files)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
+    for name in edited:
+        change = _change_of_k(folder, record) if name == "config.json" else ""
+        logger.warning(
+            "%s was edited after the export%s; it is used as it is", folder / name, change
+        )
+
+
+def edited_files(folder: Path, record: ExportRecord) -> list[str]:
+    """Names of the files of an export that somebody edited: settings that can still be read."""
+    names = [name for name in EDITABLE if name in record.checksums and (folder / name).is_file()]
+    found = checksums(folder, names)
+    return [n for n in names if found[n] != record.checksums[n] and _is_readable(folder / n)]
+
+
+def active_experts_of(folder: Path, record: ExportRecord) -> int:
+    """The k that an export runs with: that of config.json, where it can be edited.
+
+    Raises `UserError` for a number that is not among 1 to E.
+    """
+    found = read_json(folder / "config.json").get(record.active_experts_key)
+    if not record.num_experts or found is None:
+        return record.active_experts
+    if isinstance(found, bool) or found not in range(1, record.num_experts + 1):
+        raise UserError(
+            f"{record.active_experts_key} in {folder / 'config.json'} is {found!r}, but there are "
+            f"{record.num_experts} experts a layer. Set it to a number from 1 to "
+            f"{record.num_experts}."
+        )
+    return int(found)
+
+
+def _change_of_k(folder: Path, record: ExportRecord) -> str:
+    """What is said of an edited config: its k, if that is another."""
+    if (active := active_experts_of(folder, record)) == record.active_experts:
+        return ""
+    change = f" ({record.active_experts_key} {active}, written with {record.active_experts}"
+    if not record.active_experts_editable:
+        change += "; its weights are right for that one alone: dotmoe export RUN OUT "
+        change += f"--active-experts {active} makes others"
+    return f"{change})"
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether a file of settings can be read: JSON of one object, or a template that has text."""
+    try:
+        return bool(read_json(path) if path.suffix == ".json" else path.read_text("utf-8").strip())
+    except (UserError, UnicodeDecodeError):
+        return False
 
 
 def write_model_card(folder: Path, record: ExportRecord, results: Table | None = None) -> None:
@@ -198,7 +253,7 @@ def write_model_card(folder: Path, record: ExportRecord, results: Table | None =
         compared=_figures("comparison", record.verification_in_short()),
         results=None if results is None else to_markdown(results),
     )
-    (folder / CARD_FILE).write_text(text, encoding="utf-8")
+    write_text(folder / CARD_FILE, text)
 
 
 def _figures(what: str, values: dict[str, Any]) -> str:

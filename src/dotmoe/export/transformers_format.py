@@ -15,7 +15,7 @@ from dotmoe.common.files import require_free, save_tensors, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.format import BIASES, PROJECTIONS, Conversion, Format, TensorSpec
 from dotmoe.export.verify import Reloadable, verify
-from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity, Splits
+from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity, Splits, fitting_sizes
 from dotmoe.models.checkpoint import DTYPES, INDEX
 from dotmoe.models.family import DenseModel
 from dotmoe.models.tokenizer import copy_beside_weights
@@ -86,15 +86,19 @@ class TransformersFormat(Reloadable):
         if split.num_experts < 2:
             return f"The layout has one expert a layer, but {self.name} needs at least 2."
         multiple = GROUPED_MATMUL_BYTES // dtype.itemsize
-        sizes = ("expert_size", split.expert_size), ("The model width", dense.widths.model)
-        for what, size in sizes:
-            if size % multiple:
-                return (
-                    f"{what} is {size}, but in {str(dtype).removeprefix('torch.')} the grouped "
-                    f"matrix product that runs the experts takes multiples of {multiple} only. "
-                    "Choose such an expert_size, or another model."
-                )
-        return None
+        kind = str(dtype).removeprefix("torch.")
+        rule = f"but in {kind} the grouped matrix product that runs the experts takes multiples of"
+        if (width := dense.widths.model) % multiple:
+            return f"The model width is {width}, {rule} {multiple} only. Choose another model."
+        if split.expert_size % multiple == 0:
+            return None
+        sizes = fitting_sizes(split.units)
+        remedy = "Choose such an expert_size, or another model."
+        if not any(size % multiple == 0 for size in sizes):
+            remedy = f"No such size divides the FFN width {split.units:,}. Choose another model."
+            if any(size % (GROUPED_MATMUL_BYTES // 4) == 0 for size in sizes):
+                remedy = remedy.replace("Choose", "Give --export-dtype float32, or choose")
+        return f"expert_size is {split.expert_size}, {rule} {multiple} only. {remedy}"
 
     def exactness(self, conversion: Conversion) -> str:
         return f"expert weights are rounded once, down projections times k; {GATES}"

@@ -15,7 +15,7 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.common.worker import WorkerDiedError
 from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, context_note, format_for
 from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
-from dotmoe.export.format import EXPORTED, Conversion, require_no_others
+from dotmoe.export.format import EXPORTED, Conversion
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
@@ -96,9 +96,8 @@ def settled_experts(
 def require_exportable(dense: DenseModel, splits: Splits, config: ExportConfig) -> torch.dtype:
     """Refuse, quickly and before any training, what export would refuse; return `export_dtype`."""
     dtype = export_dtype(dense, config)
-    form, tensors = format_for(dense, splits, config.format, dtype), Tensors.of(dense)
-    tensors.require_shapes(dense.model)
-    require_no_others(dense, tensors, form.name)
+    form = format_for(dense, splits, config.format, dtype)
+    Tensors.of(dense).require_model(dense.model)
     if form.name == OWN:
         logger.warning(NEEDS_OWN_CODE)
     return dtype

@@ -16,6 +16,7 @@ from dotmoe.measure.config import AnalyseConfig
 from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.method.router import router_logits
 from dotmoe.models.family import DenseModel
+from dotmoe.models.identity import FINGERPRINT
 from dotmoe.models.load import load_described
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import provenance
@@ -53,6 +54,8 @@ def analyse(config: AnalyseConfig, progress: Progress | None = None) -> Values:
         result = {
             "analysis": UTILISATION,
             "origin": "measured",
+            "name": config.run,
+            FINGERPRINT: run.fingerprints["experts"],
             "title": "Share of the tokens that run each expert",
             "tokens": tokens_BT.numel(),
             "text": list(run.text.heldout_name),

@@ -29,9 +29,10 @@ from dotmoe.common.worker import Worker
 from dotmoe.export.llama_cpp import Runtime
 from dotmoe.export.record import require_checksums
 from dotmoe.measure.config import BenchConfig, in_context
-from dotmoe.measure.evaluate.models import model_folder
+from dotmoe.measure.evaluate.models import loaded, model_folder
+from dotmoe.models.config import LoadConfig
 from dotmoe.models.hooks import cached
-from dotmoe.models.load import load_weights, resolved_dtype
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.run.folder import provenance
 
 PROTOCOL = (
@@ -91,8 +92,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         "origin": "measured",
         "protocol": PROTOCOL,
         "runtime": runtime,
-        "dense": {"name": config.dense, **models[0]},
-        "moe": {"name": config.moe, **models[1]},
+        "dense": {"name": config.dense, FINGERPRINT: fingerprint(Path(paths[0])), **models[0]},
+        "moe": {"name": config.moe, FINGERPRINT: fingerprint(Path(paths[1])), **models[1]},
         "points": points,
         "break_even": break_even(points),
         "settings": asdict(config) | {"threads": threads, "device": device},
@@ -294,15 +295,15 @@ class TransformersRunner(Runner):
     def __init__(self, path: str, dtype: str, *options: Any) -> None:
         super().__init__(*options)
         torch.set_num_threads(self._threads)
-        model: Any = load_weights(Path(path), resolved_dtype(dtype, self._device))
-        self._model = model.to(self._device)
+        load: Any = {"dtype": dtype, "device": str(self._device)}
+        stock = loaded(Path(path), LoadConfig(**load))
+        self._model = model = stock.model
         if getattr(model.config, "head_experts_per_tok", 0):
             raise UserError(
                 f"{path} has experts of neurons and of heads, but a measurement has only one k. "
                 "Measure a run that splits only one of them."
             )
-        self.context = model.config.max_position_embeddings
-        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.context, self.dtype = stock.context, stock.dtype
         tensors = {name: (p.nbytes, tuple(p.shape)) for name, p in model.named_parameters()}
         self.weights = weights_of(tensors, getattr(model.config, "num_experts_per_tok", None) or 0)
 

@@ -94,7 +94,7 @@ class EvaluateConfig:
     the one that MODEL was made from (of a local one, only a run folder knows the path)."""
     out: Annotated[str | None, Shown("FOLDER")] = None
     """Folder to write results to. Default for tasks: `6_evaluate` of a run, else
-    `evaluation-MODEL`; other results are only printed."""
+    `evaluation-MODEL-` and 8 digits of what identifies it; other results are only printed."""
     json: bool = False
     """Print JSON instead of tables."""
     tasks: Annotated[tuple[str, ...], Shown("TASK")] = ()

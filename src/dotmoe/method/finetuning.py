@@ -67,7 +67,7 @@ class Student(nn.Module):
         dense.require("meta")
         device, dtype = torch.device(ranks.device_type), next(dense.model.parameters()).dtype
         tensors, stored = Tensors.of(dense), {name for name, _ in dense.model.named_parameters()}
-        tensors.require_shapes(dense.model)
+        tensors.require_model(dense.model)
         compute_constants(dense.model, device)
         self.routing = Routing(
             active_experts=layout.active_experts,

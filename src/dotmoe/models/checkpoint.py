@@ -1,42 +1,33 @@
-"""Checkpoint folders: find one by name, download it if needed, check it, read its tensors."""
+"""Checkpoint folders: what must be in one, and its tensors, read by name."""
 
-import hashlib
-import os.path
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dotmoe.common.errors import UserError, nearest, one_line
+from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import Values, read_json
 from dotmoe.models.family import DenseModel, TensorPart
 
-EMBEDDED = "embedded"
-"""Name of the checkpoint that is part of the package."""
+ADAPTER = "adapter_config.json"
 GGUF = ".gguf"
 CHANGED = "weights.safetensors"
 """File with the tensors that a repair has changed in one layer."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of these is in every folder with a tokenizer."""
-# Some repositories hold the weights twice, the second time as consolidated* or in a subfolder.
-_WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
-_UNWANTED = ["consolidated*", "*/*[!a]"]  # additional_chat_templates/*.jinja ends in "a"
-_END_BYTES = 1 << 20
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _MOST_LAYERS = 2_000
 """Far above any model, and still built in seconds."""
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating-point dtypes by their name in a safetensors header."""
-EMBEDDING = "model.embed_tokens.weight"
+_BASE_EMBEDDING = "embed_tokens.weight"
+EMBEDDING = f"model.{_BASE_EMBEDDING}"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
@@ -46,82 +37,14 @@ TEXT_OF_WRAPPER = {
     r"^(?:model\.)?language_model\.(?=lm_head)": "",
 }
 """Prefixes that models of more than text give to the tensors of the text model in them."""
+_WRAPPERS = re.compile(
+    r"(?:(?<=\.)|^)(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""Modules that torch.compile, DDP, FSDP and activation checkpointing put around others."""
+_LORA = re.compile(r"lora_|\.base_layer\.|modules_to_save\.")
+_IN_LAYER = re.compile(r"(model\.layers\.)\d+(\..*)")
 _DRAFTS = re.compile(r"mtp\.")
 _AROUND_TEXT = re.compile(r"(?!model\.(embed_tokens|layers|norm)\.|lm_head\.)")
-
-
-def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
-    """Local folder of a checkpoint, given as a folder, hub name, GGUF file or `embedded`.
-
-    A hub name may end in `@` and a branch, tag or commit. Missing files of a hub checkpoint are
-    downloaded, with `config_only` only config.json; without a network, those in the cache are used.
-    """
-    if source == EMBEDDED:
-        return Path(__file__).parent / "embedded"
-    # Methods of `Path` raise where there is no such user, or the name is too long for a file.
-    folder = Path(os.path.expanduser(source))
-    if os.path.isdir(folder):
-        return folder.resolve()
-    if os.path.isfile(folder):
-        if folder.suffix != GGUF:
-            raise UserError(f"{source} is a file. Name the folder with config.json, or a *{GGUF}.")
-        from dotmoe.models.from_gguf import gguf_checkpoint
-
-        return gguf_checkpoint(folder, config_only=config_only)
-    beside = folder.parent.iterdir() if os.path.isdir(folder.parent) else ()
-    meant = nearest(str(folder), map(str, beside))
-    if is_local(source):
-        raise UserError(f"{source} does not exist.{meant} Name a checkpoint folder.")
-    name, _, revision = source.partition("@")
-    wanted = ["config.json"] if config_only else _WANTED
-    try:
-        snapshot = snapshot_download(
-            name, revision=revision or None, allow_patterns=wanted, ignore_patterns=_UNWANTED
-        )
-    except GatedRepoError as error:
-        raise UserError(
-            f"{source} is gated on the hub. Accept its terms there, then run `hf auth login`."
-        ) from error
-    except Exception as error:  # its errors, and those of its transports, have no common base
-        if isinstance(error, LocalEntryNotFoundError) and (cached := _cached(name, revision)):
-            return cached
-        is_offline = isinstance(error, LocalEntryNotFoundError)
-        cause = "offline, and not in the cache" if is_offline else one_line(error)
-        raise UserError(
-            f"{source} is no local folder and cannot be fetched from the hub ({cause}). "
-            f"Check the name and the network.{meant}"
-        ) from error
-    folder = Path(snapshot).resolve()
-    missing = "config.json" if config_only else "*.safetensors"
-    if not any(folder.glob(missing)):
-        raise UserError(
-            f"{source} in {folder} has no {missing}. Name a model with config.json and "
-            "*.safetensors (pickles are not read), or fetch it whole, with a network."
-        )
-    return folder
-
-
-def at_revision(source: str, revision: str | None) -> str:
-    """The name of a hub model at a commit, `org/name@commit`; `source` itself without a commit."""
-    return source if revision is None else f"{source.partition('@')[0]}@{revision}"
-
-
-def _cached(name: str, revision: str) -> Path | None:
-    """Folder of the hub's cache with a whole checkpoint, though the hub has more files of it."""
-    config = try_to_load_from_cache(name, "config.json", revision=revision or None)
-    if not isinstance(config, str):
-        return None
-    folder = Path(config).parent.resolve()
-    with suppress(UserError):
-        require_checkpoint(folder)
-        return folder
-    return None
-
-
-def is_local(source: str) -> bool:
-    """Whether `source` names something on this machine rather than on the hub."""
-    is_path = source.startswith((".", "/", "~")) or source.endswith(GGUF) or os.path.exists(source)
-    return is_path or source == EMBEDDED or not _HUB_NAME.fullmatch(source)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -138,12 +61,63 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     is_map = isinstance(shard_of, dict) and all(isinstance(each, str) for each in shard_of.values())
     if not shard_of or not is_map:
         raise UserError(f"{index} has no weight_map. Download it again.")
-    shards = sorted({folder / shard for shard in shard_of.values()})
-    return {name: shard for shard in shards for name in _tensor_names(shard)}
+    held_in = dict[str, list[Path]]()
+    for shard in sorted({folder / shard for shard in shard_of.values()}):
+        for name in _tensor_names(shard):
+            held_in.setdefault(name, []).append(shard)
+    for name, (first, *others) in held_in.items():
+        for other in others:
+            _require_equal(name, first, other)
+    listed = {name: folder / shard for name, shard in shard_of.items()}
+    return {
+        name: listed.get(name, shards[0])
+        for name, shards in held_in.items()
+        if name not in listed or listed[name] in shards
+    }
 
 
-def text_name(stored: str) -> str:
-    """Name of a tensor of a text model, without the prefix of a wrapper around it."""
+def _require_equal(name: str, path: Path, other: Path) -> None:
+    """Refuse two different tensors of one name: readers would take one or the other."""
+    with _opened(path) as file, _opened(other) as second:
+        one, two = file.get_tensor(name), second.get_tensor(name)
+    if one.shape != two.shape or not torch.equal(one, two.to(one.dtype)):
+        raise UserError(
+            f"{name} is stored twice, in {path} and in {other.name}, with other values. Delete the "
+            f"copy that {INDEX} does not name, or download the checkpoint again."
+        )
+
+
+def plain_names(stored: Iterable[str]) -> dict[str, str]:
+    """Names of tensors as the text model has them, by their stored names.
+
+    They lose what training tools and models of more than text put before them. Raises `UserError`
+    if that is ambiguous.
+    """
+    plain = {name: _text_name(_WRAPPERS.sub("", name)) for name in stored}
+    embeddings = [name for name in plain.values() if name.endswith(_BASE_EMBEDDING)]
+    if len(embeddings) == 1 and embeddings[0] not in (EMBEDDING, _BASE_EMBEDDING):
+        prefix = embeddings[0].removesuffix(_BASE_EMBEDDING).removesuffix("model.")
+        others = sorted(n for n in plain.values() if n != HEAD and not n.startswith(prefix))
+        if others:
+            raise UserError(
+                f"{embeddings[0]} begins with {prefix!r}, but {others[0]} does not, so it is not "
+                "clear which tensors are the model's. Save the language model alone, with its "
+                "save_pretrained(folder)."
+            )
+        plain = {name: own.removeprefix(prefix) for name, own in plain.items()}
+    stored_as = dict[str, str]()
+    for name, own in plain.items():
+        if own in stored_as:
+            raise UserError(
+                f"{stored_as[own]} and {name} are both {own} of the model. Save the model anew, "
+                "without what was wrapped around it for training."
+            )
+        stored_as[own] = name
+    return plain
+
+
+def _text_name(stored: str) -> str:
+    """Name of a tensor of a text model, without the prefix of a model of more than text."""
     for prefix, plain in TEXT_OF_WRAPPER.items():
         stored = re.sub(prefix, plain, stored)
     return stored
@@ -165,7 +139,14 @@ def require_tokenizer(folder: Path) -> list[str]:
 def stored_config(folder: Path) -> Values:
     """Content of a model's config.json; `UserError` if it is missing, or of another kind."""
     path = folder / "config.json"
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"{folder} holds an adapter ({ADAPTER}), and dotmoe applies none. Merge it into its "
+            "base model with peft (merge_and_unload, then save_pretrained), and name that folder."
+        )
     if not path.is_file():
+        if files := sorted(each.name for each in folder.glob("*") if is_gguf(each)):
+            raise UserError(f"{folder} holds no config.json, but {files[0]}. Name that file.")
         raise UserError(f"{folder} holds no config.json. Name a model folder or a finished run.")
     values = read_json(path)
     if not values.get("model_type"):
@@ -189,27 +170,16 @@ def require_layers(values: Values, path: Path) -> None:
                 )
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path has the name of a GGUF file; the file need not exist."""
+    return path.suffix.lower() == GGUF
+
+
 def require_checkpoint(folder: Path) -> None:
     """Refuse a folder whose config, weights or tokenizer are missing or damaged."""
     stored_config(folder)
     tensor_files(folder)
     require_tokenizer(folder)
-
-
-def fingerprint(folder: Path) -> str:
-    """Cheap hash of a checkpoint: config, tokenizer, size and both ends of each weight file."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            digest.update(name.encode() + (folder / name).read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_END_BYTES))
-            file.seek(max(0, size - _END_BYTES))
-            digest.update(file.read(_END_BYTES))
-    return digest.hexdigest()
 
 
 class Tensors:
@@ -228,10 +198,11 @@ class Tensors:
         self.folder = folder
         self._part_of = part_of
         files = tensor_files(folder)
-        prefix = "model." if EMBEDDING.removeprefix("model.") in files else ""
-        named = {text_name(name): (path, name) for name, path in files.items()}
+        plain = plain_names(files)
+        named = {plain[name]: (path, name) for name, path in files.items()}
+        prefix = "model." if _BASE_EMBEDDING in named else ""
+        wrapped = any(_text_name(name) != name for name in files)
         """Names of the tensors around a text model: vision tower, projector, Qwen3.5's drafts."""
-        wrapped = any(name != place[1] for name, place in named.items())
         self.left_out = sorted(filter((_AROUND_TEXT if wrapped else _DRAFTS).match, named))
         self._place = {
             (name if name == HEAD else prefix + name): place
@@ -254,8 +225,10 @@ class Tensors:
             tensors._place |= {name: (path, name) for name in _tensor_names(path)}
         if not tied and EMBEDDING in tensors.names and HEAD not in tensors.names:
             raise UserError(
-                f"{folder} holds no {HEAD}: it is a base model, saved without the head. Load it "
-                "whole with AutoModelForCausalLM, then model.save_pretrained(folder)."
+                f"{folder} holds no {HEAD}, and its config.json does not tie the head to the "
+                "embedding. If the original's config.json has tie_word_embeddings true, set it "
+                "here too; else copy the head from the original checkpoint. Transformers would "
+                "make a random one."
             )
         return tensors
 
@@ -319,15 +292,45 @@ class Tensors:
         """Drop the cached tensor."""
         self._last = None
 
-    def require_shapes(self, model: nn.Module) -> None:
-        """Refuse a checkpoint if a model's parameter is missing, of another shape, or not tied."""
-        for name, parameter in model.named_parameters():
+    def require_tensors(self, model: nn.Module) -> None:
+        """Refuse tensors without a place in a model, and those that it lacks or has otherwise.
+
+        Only headers are read.
+        """
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        known = {self._part_of(name).stored for name in shapes} | {EMBEDDING, HEAD}
+        # Old checkpoints also store the rotary frequencies, which are constant.
+        others = sorted(name for name in self.names - known if not name.endswith(".inv_freq"))
+        if others:
+            raise UserError(unknown_tensors(others, self.folder))
+        for name, meant in shapes.items():
             shape, _ = self.describe(name)
-            if shape != tuple(parameter.shape):
+            if shape == meant:
+                continue
+            said = (
+                f"{name} has shape {shape} in {self.folder}, but its config.json requires {meant}"
+            )
+            if other := self._other_shape(name, shape):
                 raise UserError(
-                    f"{name} has shape {shape} in {self.folder}, but its config.json requires "
-                    f"{tuple(parameter.shape)}. Fix the config."
+                    f"{said}, and {other}. Layers of a pruned model differ in width, and its class "
+                    "has one for all. Choose the model before it was pruned."
                 )
+            raise UserError(f"{said}. Fix the config.")
+
+    def _other_shape(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """A tensor that has another shape than the same one of another layer."""
+        stored = self.stored_name(name)
+        for number in range(len(self.names) if _IN_LAYER.fullmatch(stored) else 0):
+            other = _IN_LAYER.sub(rf"\g<1>{number}\g<2>", stored)
+            if other not in self.names:
+                return None
+            if (its := self.describe(other)[0]) != shape:
+                return f"{other} is {its}"
+        return None
+
+    def require_model(self, model: nn.Module) -> None:
+        """`require_tensors`, and refuse a stored head that is not the embedding it is tied to."""
+        self.require_tensors(model)
         # Transformers would run a head that is stored beside the embedding and differs from it.
         if self._alias and {EMBEDDING, HEAD} <= self.names:
             (_, one), (_, other) = self.read_all((EMBEDDING, HEAD))
@@ -336,6 +339,15 @@ class Tensors:
                     f"{HEAD} and {EMBEDDING} in {self.folder} differ, but its config.json ties "
                     "them. Set tie_word_embeddings to false there."
                 )
+
+
+def unknown_tensors(others: Sequence[str], folder: Path) -> str:
+    """Why a folder with tensors that its model has no place for is refused."""
+    what, remedy = "its config.json has no place for it", "Compare config.json with the original's."
+    if any(map(_LORA.search, others)):
+        what = "it is of an adapter that is not merged"
+        remedy = "Merge it with peft: model.merge_and_unload().save_pretrained(folder)."
+    return f"{others[0]} is stored in {folder}, but {what} ({len(others)} such tensors). {remedy}"
 
 
 @contextmanager

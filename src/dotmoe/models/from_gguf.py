@@ -1,15 +1,18 @@
 """GGUF files: reading one, and converting a dense model's to an ordinary checkpoint folder.
 
-The folder is cached by the file's path, size and modification time: commands without a run folder
-read models too, and several runs can share it. Later stages read it like any other checkpoint.
+The folder is cached by the content of the file and the versions of what made it: commands without a
+run folder read models too, and several runs can share it. Later stages read it like any other
+checkpoint. A file has one such folder: another takes its place.
 """
 
 import json
-import os
+import shutil
 from contextlib import redirect_stderr
 from hashlib import sha256
+from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,10 +23,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError, one_line, require_package
-from dotmoe.common.files import complete_folder, require_free
+from dotmoe.common.files import complete_folder, require_free, sha256_of
 from dotmoe.common.progress import Progress
+from dotmoe.models import tokenizer
 from dotmoe.models.gguf_header import require_sound_header
-from dotmoe.models.on_disk import quiet_transformers
+from dotmoe.models.gguf_keys import ANOTHER, require_meaning
+from dotmoe.models.identity import cache_folder, content_of
+from dotmoe.models.stock import quiet_transformers, read_stock
 from dotmoe.models.tokenizer import from_parts
 
 try:
@@ -38,8 +44,6 @@ SPLIT_AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"}
 """Pre-tokenizers of llama.cpp that split text as Transformers does by default."""
 SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 """Pre-tokenizers of llama.cpp that also split digits, which Transformers' reader leaves out."""
-
-_ANOTHER = "Name the model's own checkpoint folder."
 
 
 class GgufFile:
@@ -90,29 +94,40 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     file that Transformers cannot read completely.
     """
     require_package("accelerate", "gguf", f"{file}, a GGUF,")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
-    stat = file.stat()
-    identity = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    name = sha256(identity.encode()).hexdigest()
+    cache = cache_folder()
+    of_file = sha256(str(file.resolve()).encode()).hexdigest()[:16]
+    name = f"{of_file}-{_key_of(file)[:16]}"
     whole, config = cache / name, cache / f"{name}.config"
     wanted = config if config_only else whole
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{name}.lock"):  # other ranks and processes wait, then find it
+    with FileLock(cache / f"{of_file}.lock"):  # other ranks and processes wait, then find it
         if wanted.is_dir():
             return wanted
         opened = GgufFile(file)
+        for old in cache.glob(f"{of_file}-*"):  # of another content, or made by other versions
+            if old not in (whole, config):
+                shutil.rmtree(old, ignore_errors=True)
         if not config.is_dir():
             with complete_folder(config) as partial:
                 _config(opened).save_pretrained(partial)
         if not config_only:
-            Progress().log(f"{file}: converted to {whole}, which later commands use")
             entries = sum(int(each.n_elements) for each in opened.tensors.values())
             require_free(cache, 4 * entries)
+            Progress().log(
+                f"{file}: converted to {whole}, which later commands use; it may be deleted"
+            )
             with complete_folder(whole) as partial, quiet_transformers():
                 _tokenizer(opened).save_pretrained(partial)
-                plain = AutoConfig.from_pretrained(config, local_files_only=True)
+                plain = read_stock(AutoConfig, config)
                 _weights(opened, plain).save_pretrained(partial)
     return wanted
+
+
+def _key_of(file: Path) -> str:
+    """SHA-256 of a file's content and of all that reads it, as text."""
+    readers = [f"{name} {version(name)}" for name in ("gguf", "tokenizers", "transformers")]
+    own = [sha256_of(Path(code)) for code in (__file__, tokenizer.__file__)]
+    return sha256("\n".join([content_of(file), *readers, *own]).encode()).hexdigest()
 
 
 def _config(file: GgufFile) -> Any:
@@ -128,14 +143,18 @@ def _config(file: GgufFile) -> Any:
             "was made from."
         )
     if "tokenizer.ggml.tokens" not in file.keys:
-        raise UserError(f"{file.path} holds no tokenizer. {_ANOTHER}")
+        raise UserError(f"{file.path} holds no tokenizer. {ANOTHER}")
     is_scaled = file.metadata(f"{file.arch}.rope.scaling.type") not in (None, "none")
     if is_scaled or any(name.startswith("rope_") for name in file.tensors):
         raise UserError(
             f"{file.path} has scaled rotary frequencies, which Transformers does not read from a "
-            f"GGUF. {_ANOTHER}"
+            f"GGUF. {ANOTHER}"
         )
     config = _read(AutoConfig, file)
+    prefix = f"{file.arch}."
+    own = {key.removeprefix(prefix): key for key in file.keys if key.startswith(prefix)}
+    stored = {name: file.metadata(key) for name, key in own.items()}
+    require_meaning(file.path, file.arch, stored, config)
     types = {tensor.tensor_type.name for tensor in file.tensors.values()}
     # Dtype of the weights in the folder; a GGUF stores norms in float32 beside bfloat16 matrices.
     is_narrow = "BF16" in types and types <= {"F32", "BF16"}
@@ -144,14 +163,14 @@ def _config(file: GgufFile) -> Any:
 
 
 def _read(reader: Any, file: GgufFile, **options: Any) -> Any:
-    path = file.path
-    try:
-        with quiet_transformers(), redirect_stderr(StringIO()):  # a bar ignores verbosity
-            return reader.from_pretrained(path.parent, gguf_file=path.name, **options)
-    except Exception as error:
-        raise UserError(
-            f"Transformers cannot read {path} ({one_line(error)}). {_ANOTHER}"
-        ) from error
+    """What a class of Transformers reads from a file alone: files beside it would replace parts."""
+    with TemporaryDirectory() as alone, redirect_stderr(StringIO()):  # a bar ignores verbosity
+        (Path(alone) / "model.gguf").symlink_to(file.path.resolve())
+        try:
+            return read_stock(reader, Path(alone), gguf_file="model.gguf", **options)
+        except Exception as error:
+            why = one_line(error).replace(alone, str(file.path.parent))
+            raise UserError(f"Transformers cannot read {file.path} ({why}). {ANOTHER}") from error
 
 
 def _weights(file: GgufFile, config: Any) -> Any:
@@ -163,7 +182,7 @@ def _weights(file: GgufFile, config: Any) -> Any:
     lacking = sorted(loaded["missing_keys"]) + sorted(map(str, loaded["mismatched_keys"]))
     if lacking or stored != own:
         what = lacking[0] if lacking else f"{stored} tensors, but the model has {own}"
-        raise UserError(f"Transformers reads only part of {file.path} ({what}). {_ANOTHER}")
+        raise UserError(f"Transformers reads only part of {file.path} ({what}). {ANOTHER}")
     if all(torch.equal(each.bfloat16().float(), each) for each in model.parameters()):
         model = model.bfloat16()
     # The weights are plain now; Transformers refuses to save a model marked as quantised.
@@ -185,7 +204,7 @@ def _tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         elif rule not in SPLIT_AS_GPT2:
             raise UserError(
                 f"The tokenizer in {file.path} splits text by rule {rule!r}, which Transformers "
-                f"does not know. {_ANOTHER}"
+                f"does not know. {ANOTHER}"
             )
     num_tokens = len(file.metadata("tokenizer.ggml.tokens"))
     return from_parts(parts, read, num_tokens)

@@ -9,30 +9,30 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dotmoe.common import distributed
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.common.files import is_finite, read_json
+from dotmoe.common.files import Values, is_finite, read_json
 from dotmoe.models.checkpoint import (
     HEAD,
     TEXT_OF_WRAPPER,
     Tensors,
-    at_revision,
-    checkpoint_folder,
-    is_local,
+    plain_names,
+    require_checkpoint,
     stored_config,
     tensor_files,
-    text_name,
+    unknown_tensors,
 )
 from dotmoe.models.config import LoadConfig, Sharding
+from dotmoe.models.config_values import require_known_rope, require_read, require_rope_numbers
 from dotmoe.models.family import (
     FAMILIES,
     DenseModel,
@@ -42,7 +42,9 @@ from dotmoe.models.family import (
     num_parameters,
     state_ffn_width,
 )
-from dotmoe.models.on_disk import held_in_memory, on_disk, quiet_transformers
+from dotmoe.models.on_disk import held_in_memory, on_disk
+from dotmoe.models.source import at_revision, checkpoint_folder, is_local
+from dotmoe.models.stock import read_stock
 from dotmoe.models.tokenizer import load_tokenizer
 
 MODEL, CHANGES = "model", "layers.parts"
@@ -123,23 +125,27 @@ def dtype_for(dense: DenseModel, config: LoadConfig, device: torch.device) -> to
 
 def describe_dense(source: str) -> DenseModel:
     """Describe a dense checkpoint, without weights (meta device); raises as `load_dense` does."""
+    dense = _described(source)
+    dense = replace(dense, tokenizer=load_tokenizer(dense.folder, dense.config.vocab_size))
+    Tensors.of(dense).require_tensors(dense.model)
+    return dense
+
+
+def _described(source: str) -> DenseModel:
+    """Describe a dense checkpoint whose tensors are not checked yet, without its tokenizer."""
     config, folder = dense_config(source)
     revision = None if is_local(source) else folder.name
     # What is read later is of the same commit, whatever the hub's branch is by then.
     source = at_revision(source, revision)
     folder = checkpoint_folder(source)
-    tensor_files(folder)
-    dense = DenseModel(
+    return DenseModel(
         model=meta_model(config),
         weights="meta",
-        tokenizer=load_tokenizer(folder, config.vocab_size),
         family=family_of(config),
         folder=folder,
         source=source,
         revision=revision,
     )
-    Tensors.of(dense)  # refuses one without a head
-    return dense
 
 
 def dense_config(source: str) -> tuple[Any, Path]:
@@ -156,15 +162,28 @@ def dense_config(source: str) -> tuple[Any, Path]:
             f"{path} has a quantization_config, but the weights must be plain numbers to be split "
             "exactly. Choose the unquantised checkpoint."
         )
+    config = config_of(folder)
+    family = family_of(config)
+    with _valid_config(path):
+        rotated = family.traits(meta_model(config)).rotated
+    own = plain if config.model_type == model_type else text or plain
+    require_read(own, config, rotated, path)
+    return config, folder
+
+
+@contextmanager
+def _valid_config(path: Path) -> Iterator[None]:
+    """Within this context, what Transformers says of a config's values becomes a `UserError`."""
     try:
-        config = config_of(folder)
+        yield
+    except UserError:
+        raise
     except Exception as error:  # of any type: it depends on the invalid value
+        why = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
         raise UserError(
-            f"{path} is no valid {model_type} config ({one_line(error)}). "
+            f"{path} is no valid {read_json(path)['model_type']} config ({why}). "
             "Compare it with the original checkpoint's."
         ) from error
-    family_of(config)
-    return config, folder
 
 
 def config_of(folder: Path) -> Any:
@@ -173,16 +192,31 @@ def config_of(folder: Path) -> Any:
     For a model of more than text, it is that of its text model, tied if no head is stored.
     Transformers chooses the attention kernel, not the checkpoint, which may name one that is not
     installed. It builds no model with a pad token beyond the embedding, and with -1, as LLaMA has
-    it, passes no gradient to the last row.
+    it, passes no gradient to the last row. Raises `UserError` for values that it cannot use.
     """
-    whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    plain, path = stored_config(folder), folder / "config.json"
+    if plain.get("auto_map") and plain["model_type"] not in CONFIG_MAPPING:
+        raise UserError(
+            f"{path} names code of its own (auto_map), which dotmoe does not run, and Transformers "
+            f"knows no model_type {plain['model_type']!r}. Choose a model of a type that it knows."
+        )
+    require_rope_numbers(plain, path)
+    require_rope_numbers(plain.get("text_config") or {}, path)
+    with _valid_config(path):
+        config = _read_config(folder, plain)
+    require_known_rope(config, path)
+    return config
+
+
+def _read_config(folder: Path, plain: Values) -> Any:
+    whole: Any = read_stock(AutoConfig, folder)
     config = whole.get_text_config(decoder=True)
     if config is not whole:
-        tied = read_json(folder / "config.json").get("tie_word_embeddings")
+        tied = plain.get("tie_word_embeddings")
         config.tie_word_embeddings = config.tie_word_embeddings if tied is None else tied
         config.dtype = config.dtype or whole.dtype
         with suppress(UserError):  # there may be no weights beside the config
-            if HEAD in map(text_name, tensor_files(folder)):
+            if HEAD in plain_names(tensor_files(folder)).values():
                 config.tie_word_embeddings = False
     state_ffn_width(config)
     config._attn_implementation = None
@@ -193,27 +227,61 @@ def config_of(folder: Path) -> Any:
 
 
 def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
-    """Load a checkpoint with stock Transformers: on the CPU, frozen, no weight missing."""
-    with quiet_transformers():
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config_of(folder),
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            key_mapping=TEXT_OF_WRAPPER,
-            # Reported below; Transformers' own error does not say which tensor it is.
-            ignore_mismatched_sizes=True,
-        )
+    """The weights of a checkpoint in its stock class: on the CPU, frozen, none missing or left out.
+
+    A dense model is read as a conversion reads it; exports and others by Transformers. Raises
+    `UserError` as `load_dense` does, but for weights that are not finite.
+    """
+    if dense := _dense_in(folder):
+        stored = dense.config.dtype or Tensors.of(dense).dtype
+        model = read_weights(dense, torch.device("cpu"), stored if dtype == "auto" else dtype)
+    else:
+        model = _by_transformers(folder, dtype)
+    if (folder / "generation_config.json").is_file():
+        cast(Any, model).generation_config = read_stock(GenerationConfig, folder)
+    return model.requires_grad_(False).eval()
+
+
+def require_loadable(folder: Path) -> None:
+    """Refuse what `load_weights` would refuse of a dense model, without reading its weights."""
+    require_checkpoint(folder)
+    if dense := _dense_in(folder):
+        Tensors.of(dense).require_tensors(dense.model)
+
+
+def _dense_in(folder: Path) -> DenseModel | None:
+    """The dense model in a folder, its tensors unchecked; None for one that cannot be split."""
+    config = config_of(folder)
+    family = FAMILIES.get(config.model_type)
+    is_plain = not stored_config(folder).get("quantization_config")
+    can_be_split = family is not None and family.unsupported(config) is None
+    return _described(str(folder)) if is_plain and can_be_split else None
+
+
+def _by_transformers(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
+    """A checkpoint that is no dense model of a known family, as Transformers loads it."""
+    tensors = Tensors(folder, tied=False)  # also refuses a damaged file
+    model, loaded = read_stock(
+        AutoModelForCausalLM,
+        folder,
+        config=config_of(folder),
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        key_mapping=TEXT_OF_WRAPPER,
+        # Reported below; Transformers' own error does not say which tensor it is.
+        ignore_mismatched_sizes=True,
+    )
     lacking = sorted(loaded["missing_keys"]) + sorted(map(str, loaded["mismatched_keys"]))
     if lacking:
         raise UserError(
             f"{lacking[0]} is missing from {folder} or has another shape ({len(lacking)} such "
             "tensors), so it would be random. Download the checkpoint again or fix its config.json."
         )
-    frozen: nn.Module = model.requires_grad_(False).eval()
-    return frozen
+    others = sorted(name for name in loaded["unexpected_keys"] if name not in tensors.left_out)
+    if others:
+        raise UserError(unknown_tensors(others, folder))
+    return cast(nn.Module, model)
 
 
 def resolved_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto"]:
@@ -240,7 +308,7 @@ def read_weights(
     another shape.
     """
     model, tensors = meta_model(dense.config, dtype), Tensors.of(dense)
-    tensors.require_shapes(model)
+    tensors.require_model(model)
     trunk, head = model.get_submodule("model"), model.get_submodule("lm_head")
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     matrix: Tensor = model.get_parameter("lm_head.weight")

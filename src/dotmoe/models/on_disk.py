@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.utils import logging as transformers_logging
 
 from dotmoe.common.errors import UserError, VerificationError, one_line
 from dotmoe.common.files import is_finite, read_json
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, compute_constants, meta_model
+from dotmoe.models.stock import read_stock
 
 KEPT_BYTES = 2**28
 """Models with weights up to this size are kept in memory once they are read."""
@@ -46,7 +46,7 @@ def on_disk(
     """
     tensors = Tensors.of(dense)
     model = empty_model(dense.config, device, dtype)
-    tensors.require_shapes(model)
+    tensors.require_model(model)
 
     def read(part: str, names: Iterable[str]) -> dict[str, Tensor]:
         weights = {
@@ -68,7 +68,7 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     `VerificationError` if it reports a tensor as missing or unknown.
     """
     plain = read_json(folder / "config.json")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_stock(AutoConfig, folder)
     tensors = Tensors(folder, tied=False)
     model = empty_model(config, device, dtype)
     layer_of = {name: _layer_of(name) for name in tensors.names}
@@ -87,10 +87,9 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
         options = {"config": type(config).from_dict(_with_one_layer(plain, layer)), "dtype": dtype}
         place = str(folder) if layer is None else f"layer {layer} of {folder}"
         try:
-            with quiet_transformers():
-                loaded, report = cast(Any, type(model)).from_pretrained(
-                    None, state_dict=state, output_loading_info=True, **options
-                )
+            loaded, report = read_stock(
+                type(model), None, state_dict=state, output_loading_info=True, **options
+            )
         except RuntimeError as error:
             raise VerificationError(
                 f"Transformers cannot load {place} ({one_line(error)}). Export again."
@@ -221,18 +220,3 @@ class _Part:
         for key, weight in self._weights.items():
             weight.data = self._placeholders[key]
         self._is_filled = False
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Within this context, Transformers shows no progress bars and no load report."""
-    verbosity = transformers_logging.get_verbosity()
-    had_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if had_bars:
-            transformers_logging.enable_progress_bar()

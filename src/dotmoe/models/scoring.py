@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from dotmoe.common.distributed import full_tensor
 from dotmoe.models.family import readout_of
 
 CHUNK_LOGITS = 1 << 25
@@ -29,6 +30,19 @@ def nats_of(model: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         for part, logits_TV in logits_in_parts(model, hidden_BTD.flatten(0, 1))
     ]
     return torch.cat(parts).double().cpu().view(labels_BT.shape)
+
+
+@torch.no_grad()
+def loss_of(model: Any, tokens_BT: Tensor) -> float:
+    """Mean cross-entropy in nats of all tokens but the first of each row; for a few tokens.
+
+    Weights may be in shards: then all ranks must call this together.
+    """
+    hidden_BTD = hidden_states(model, tokens_BT[:, :-1])
+    head_VD = full_tensor(model.get_output_embeddings().weight)
+    logits_BTV = readout_of(model.base_model.config).logits(hidden_BTD @ head_VD.T)
+    labels_T = tokens_BT[:, 1:].flatten().long().to(logits_BTV.device)
+    return float(cross_entropy(logits_BTV.flatten(0, 1), labels_T))
 
 
 def logits_in_parts(model: Any, hidden_TD: Tensor) -> Iterator[tuple[slice, Tensor]]:

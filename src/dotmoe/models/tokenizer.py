@@ -21,15 +21,16 @@ from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import Values, read_json
 from dotmoe.models.checkpoint import require_tokenizer
 from dotmoe.models.family import DenseModel
-from dotmoe.models.on_disk import quiet_transformers
+from dotmoe.models.stock import read_stock
 
 WHOLE = "tokenizer.json"
 """File of a whole tokenizer, as the tokenizers library reads it."""
-_FILES = (
+BESIDE_WEIGHTS = (
     *("tokenizer*", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.*"),
     *("additional_chat_templates/*", "generation_config.json"),
 )
+"""Patterns of the files of a tokenizer, and of the generation config."""
 PROBES = (
     "Once upon a time, there was a little girl named Lily.",
     "def f(x):\n\treturn x ** 2  # 1234567890, 3.14\n\n\nprint(f(12))  ",
@@ -150,7 +151,7 @@ def copy_beside_weights(dense: DenseModel, out: Path) -> None:
             "%s has no %s; %s gets the one that Transformers makes of the other files.",
             *(dense.folder, WHOLE, out),
         )
-    for path in (path for pattern in _FILES for path in dense.folder.glob(pattern)):
+    for path in (path for pattern in BESIDE_WEIGHTS for path in dense.folder.glob(pattern)):
         if path.is_file():
             copy = out / path.relative_to(dense.folder)
             copy.parent.mkdir(exist_ok=True)
@@ -175,13 +176,12 @@ def _as_stands(stock: Any, text: str) -> str:
 
 def _stock(folder: Path) -> Any:
     """The tokenizer that `AutoTokenizer` makes or, if that fails, the generic one."""
-    with quiet_transformers():
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception:  # of any type; the generic one needs no code or package of its own
-            if not (folder / WHOLE).is_file():
-                raise
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    try:
+        return read_stock(AutoTokenizer, folder)
+    except Exception:  # of any type; the generic one needs no code or package of its own
+        if not (folder / WHOLE).is_file():
+            raise
+        return read_stock(PreTrainedTokenizerFast, folder)
 
 
 def _beyond(tokenizer: Any, rows: int, folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from dotmoe.method.config import AlignConfig, CalibrateConfig, ExpertsConfig
 from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.family import DenseModel
+from dotmoe.models.identity import FINGERPRINT
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline.convert import convert, exportable_splits
 from dotmoe.pipeline.finetune import finetune
@@ -168,6 +169,7 @@ def _measure(
     return {
         "origin": "measured",
         "model": config.model,
+        FINGERPRINT: dense.get(FINGERPRINT),  # runs of other versions lack it
         "rows": [row.to_record() for row in rows],
         "left_out": left_out,
         **{name: dense[name] for name in ("text", "window", "protocol")},

@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from dotmoe.common.distributed import require_one_process
 from dotmoe.common.files import read_json
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
@@ -30,8 +31,9 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         `parameters` of the dense one, and `pruning`, which `dotmoe.rivals.pruning.prune` describes.
 
     Raises:
-        UserError: As for `convert`; or the method does not fit the model.
+        UserError: As for `convert`; or the method does not fit the model, or there are ranks.
     """
+    require_one_process("prune")
     config = checked(config)
     run = Run(config, progress)
     with ExitStack() as work:

@@ -1,5 +1,7 @@
 """What the commands share: a run in progress, its stages, and a training that fits its device."""
 
+import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from dotmoe.common.distributed import (
     broadcast_from_rank_zero,
@@ -35,9 +38,10 @@ from dotmoe.method.layout import (
     splits_in,
 )
 from dotmoe.method.repair import METRICS, repair
-from dotmoe.models.checkpoint import fingerprint
 from dotmoe.models.family import DenseModel
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import describe_dense, left_on_disk, trained_model
+from dotmoe.models.scoring import loss_of
 from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
@@ -45,6 +49,12 @@ from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.sources import fingerprint_of
 from dotmoe.text.tokenise import OTHER, Text, require_sources, tokenise, write_windows
 from dotmoe.training.folder import OnStep
+
+CHANCE_TOKENS = 256
+CHANCE_SHARE = 0.9
+"""Share of the loss of equal chances, log(vocabulary), from which a model has learned nothing: of a
+trained one the loss on a text in another language is about half of it."""
+logger = logging.getLogger(__name__)
 
 Training = TypeVar("Training", AlignConfig, FinetuneConfig)
 
@@ -141,12 +151,26 @@ class Run:
 
         def make(folder: Path) -> Text:
             broadcast_from_rank_zero(lambda: write(folder))
-            return raise_on_all_ranks(lambda: Text.load(folder))
+            text = raise_on_all_ranks(lambda: Text.load(folder))
+            if dense.weights in ("memory", "shards"):
+                self._warn_of_chance(dense, text.training.drawn(CHANCE_TOKENS)[:, :CHANCE_TOKENS])
+            return text
 
         self.text = text = self.stage("data", Text.load, make)
         self.texts = {text.heldout_name: text.heldout}
         if other := self.converted.other_text:
             self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
+
+    def _warn_of_chance(self, dense: DenseModel, tokens_BT: Tensor) -> None:
+        """Say, before anything is paid, that a dense model has not learned this text."""
+        loss, chance = loss_of(dense.model, tokens_BT), math.log(dense.widths.vocabulary)
+        if loss > CHANCE_SHARE * chance and self.is_rank_zero:
+            logger.warning(
+                "%s predicts no better than chance: %.2f nats per token over %d tokens of the "
+                "text, where equal chances for %d tokens give %.2f. Its head, its tokenizer or "
+                "its weights are not those of a trained model: compare it with the original.",
+                *(dense.source, loss, tokens_BT[:, 1:].numel(), dense.widths.vocabulary, chance),
+            )
 
     @contextmanager
     def training_bar(self, title: str) -> Iterator[OnStep]:
@@ -195,14 +219,22 @@ class Run:
         """Measure perplexity of the dense model, the export, and `earlier` exports by name.
 
         The results also have what `measure` returns and what the export's record contains. All are
-        measured in the same windows, which no context of theirs is shorter than.
+        measured in the same windows, which no context of theirs is shorter than. The dense model's
+        weights are dropped from memory after `measure`, before an export is loaded.
         """
         exported = self.folder.stage("export")
 
         def measured() -> dict[str, Any]:
             record, exports = ExportRecord.load(exported), {**(earlier or {}), "moe": exported}
+            more = dict[str, Any]()
+
+            def rest_of_dense() -> None:
+                more.update(measure())
+                if dense.weights == "memory":
+                    dense.model.to("meta")
+
             self.texts = perplexity.in_context(self.texts, min(map(context_of, exports.values())))
-            results = self.perplexities(dense, exports)
+            results = self.perplexities(dense, exports, rest_of_dense)
             text = f"Text: {perplexity.text_names(results['dense'])}."
             missing = [f"{said[0].upper()}{said[1:]}." for said in self.text.notes]
             note = " ".join([text, *missing])
@@ -210,7 +242,7 @@ class Run:
             write_model_card(exported, record, table)
             return {
                 **results,
-                **measure(),
+                **more,
                 "text_notes": list(self.text.notes),
                 "granularity": to_record(splits_in(layouts)),
                 "parameters": record.parameters,
@@ -233,10 +265,28 @@ class Run:
         """The results that the evaluate stage wrote."""
         return read_json(self.folder.verified("evaluate") / RESULTS)
 
-    def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
-        """Perplexity of the dense model and of exports, by name."""
+    def perplexities(
+        self,
+        dense: DenseModel,
+        exports: dict[str, Path],
+        between: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Perplexity of the dense model and of exports, by name, each with its fingerprint.
+
+        One export is in memory at a time. `between` is called once the dense model is measured,
+        before they are: nothing reads its weights afterwards.
+        """
+        tokenizer, texts = dense.tokenizer, self.texts
+        place = next(dense.model.parameters()).dtype, dense.device
         with self.progress.bar("evaluate", tokens=1) as update:
-            return perplexity.perplexities(dense, exports, self.texts, update)
+            measured = perplexity.heldout_perplexity(dense.model, tokenizer, texts, update)
+        results = {"dense": measured | {FINGERPRINT: fingerprint(dense.folder)}}
+        between()
+        for name, folder in exports.items():
+            with self.progress.bar("evaluate the export", tokens=1) as update:
+                measured = perplexity.export_perplexity(folder, tokenizer, place, texts, update)
+            results[name] = measured | {FINGERPRINT: fingerprint(folder)}
+        return results
 
     def perplexity_within(
         self, change: AbstractContextManager[None], name: str, dense: DenseModel

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from dotmoe.common.errors import UserError
-from dotmoe.method.layout import LAYOUT, Layouts, load_layouts
-from dotmoe.models.checkpoint import fingerprint
+from dotmoe.method.layout import Layouts, load_layouts
 from dotmoe.models.family import DenseModel
+from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import MODEL, describe_dense, trained_model
 from dotmoe.run.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.run.folder import RunFolder
@@ -45,10 +45,9 @@ class FinishedRun:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprint of the original `model`, and SHA-256 of the `layout` file."""
-        manifest = self.folder.manifest
-        layout = manifest["stages"][self.made_by]["files"][LAYOUT]["sha256"]
-        return {"model": manifest["inputs"]["model"], "layout": layout}
+        """Fingerprints of the original `model`, and of the `experts` with their weights."""
+        model = self.folder.manifest["inputs"]["model"]
+        return {"model": model, "experts": self.folder.fingerprint_of(self.made_by)}
 
     @cached_property
     def text(self) -> Text:
@@ -64,6 +63,6 @@ class FinishedRun:
 
     def origin(self) -> DenseModel:
         """Description of the run's original dense checkpoint; refused if it has changed."""
-        dense, inputs = describe_dense(self.model), self.folder.manifest["inputs"]
-        self.folder.require_inputs(inputs | {"model": fingerprint(dense.folder)})
+        dense = describe_dense(self.model)
+        self.folder.require_inputs({"model": fingerprint(dense.folder)})
         return dense

@@ -6,6 +6,7 @@ of it are atomic, so the stages that it records are always the first ones, in or
 `config.json` is a plain copy of the config, for `--config`.
 """
 
+import hashlib
 import os
 import platform
 import shlex
@@ -37,7 +38,7 @@ from dotmoe.common.files import (
     write_json,
 )
 from dotmoe.common.options import COMMAND, differences, from_values, identity, values_of
-from dotmoe.models.checkpoint import at_revision
+from dotmoe.models.source import at_revision
 
 STAGES = {
     "data": "0_data",
@@ -56,6 +57,13 @@ STAGES = {
 
 RESULTS = "results.json"
 """The file that the evaluate stage writes; others in its folder come from other commands."""
+
+_CHANGED = {
+    "model": "with another model of that name: its files have changed since. Restore them",
+    "text": "with other text of that name: its files have changed since. Restore them",
+    "experts": "from another run: the experts are not the same. Name that run",
+}
+"""What is said of an input of a run that is not the recorded one, by its name in the manifest."""
 
 _MANIFEST, _CONFIG, _LOCK, _CHECKPOINTS = "manifest.json", "config.json", ".lock", "checkpoints"
 _PROGRESS = ("metrics.jsonl", _CHECKPOINTS)
@@ -127,6 +135,13 @@ class RunFolder:
             )
         return folder
 
+    def fingerprint_of(self, name: str) -> str:
+        """SHA-256 that identifies all tensors that a finished stage has written."""
+        files = self.manifest["stages"][name]["files"]
+        tensors = [file for file in sorted(files) if file.endswith(".safetensors")]
+        lines = [f"{files[file]['sha256']}  {file}\n" for file in tensors]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
     def seconds(self, *names: str) -> float | None:
         """Total seconds of the finished stages, without interrupted attempts; None if none is."""
         stages = self.manifest["stages"]
@@ -168,8 +183,8 @@ class RunFolder:
         """Record the config and inputs of the run, or refuse inputs other than the recorded ones.
 
         `model` is the user's name for the dense model, `revision` its commit on the hub; `inputs`
-        are the fingerprints of `model`, of its `text`, and of the `layout` if one is finetuned. A
-        `text` that is left out stays as it is recorded.
+        are fingerprints by name: of the `model`, of its `text`, of the `experts` to finetune. One
+        that is left out stays as it is recorded.
         """
         stages = {}
         if self.exists:
@@ -181,25 +196,16 @@ class RunFolder:
         write_json(self.path / _CONFIG, values)
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
-        """Refuse a model, text or layout other than the one that the run was started with."""
+        """Refuse inputs other than those that the run was started with; see `begin`.
+
+        Before the text is tokenised, it may be mended.
+        """
         recorded = self.manifest["inputs"]
-        if recorded["model"] != inputs["model"]:
-            raise UserError(
-                f"{self.path} was started with another model of that name: its files have changed "
-                "since. Restore them, or choose another folder."
-            )
-        is_tokenised = "data" in self.manifest["stages"]  # before, the text may be mended
-        text = inputs.get("text")
-        if is_tokenised and text and recorded.get("text", text) != text:
-            raise UserError(
-                f"{self.path} was started with other text of that name: its files have changed "
-                "since. Restore them, or choose another folder."
-            )
-        if recorded.get("layout") != inputs.get("layout"):
-            raise UserError(
-                f"{self.path} was started from another run: the experts are not the same. Name "
-                "that run, or choose another folder."
-            )
+        for name, said in _CHANGED.items():
+            if name == "text" and "data" not in self.manifest["stages"]:
+                continue
+            if name in inputs and inputs[name] != recorded.get(name, inputs[name]):
+                raise UserError(f"{self.path} was started {said}, or choose another folder.")
 
     def run_stage(
         self,
@@ -271,8 +277,7 @@ class RunFolder:
                 )
             return
         require_outside_models(self.path)
-        left_at_a_start = {_LOCK, f".{_MANIFEST}.partial"}
-        if self.path.is_file() or any(p.name not in left_at_a_start for p in self.path.glob("*")):
+        if self.path.is_file() or not all(map(_is_left_at_a_start, self.path.glob("*"))):
             raise UserError(
                 f"{self.path} is in the way: it exists and is no dotmoe run. Choose another folder."
             )
@@ -305,6 +310,12 @@ def export_folder(path: Path) -> Path:
 
 def _is_filled(path: Path) -> bool:
     return path.is_file() or any(path.glob("*"))
+
+
+def _is_left_at_a_start(path: Path) -> bool:
+    """Whether a process that was killed while it began a run leaves this file."""
+    is_partial = path.name.startswith(f".{_MANIFEST}.") and path.suffix == ".partial"
+    return path.name == _LOCK or is_partial
 
 
 def _is_progress(path: Path) -> bool:

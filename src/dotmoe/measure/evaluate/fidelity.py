@@ -16,9 +16,15 @@ from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate.difference import IncomparableError, error_over
-from dotmoe.measure.evaluate.models import dense_model_of, loaded, model_folder
+from dotmoe.measure.evaluate.models import (
+    dense_model_of,
+    loaded,
+    model_folder,
+    require_unchanged_dense,
+)
 from dotmoe.measure.evaluate.perplexity import packed_text, text_names
 from dotmoe.models.family import TARGETS, family_of
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.scoring import hidden_states, logits_in_parts
 
 
@@ -39,7 +45,9 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
             "with --against."
         )
     against = config.against or dense_model_of(folder, "--against")
-    dense, other = loaded(model_folder(against), config.load), loaded(folder, config.load)
+    of_dense = model_folder(against)
+    require_unchanged_dense(folder, of_dense)
+    dense, other = loaded(of_dense, config.load), loaded(folder, config.load)
     for key in ("vocab_size", "hidden_size"):
         ours, theirs = (getattr(each.model.config, key) for each in (other, dense))
         if ours != theirs:
@@ -71,10 +79,12 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
             dense_TD = hidden_states(dense.model, batch).flatten(0, 1)
             other_TD = hidden_states(other.model, batch).flatten(0, 1)
             sums["before"] += _sums(other_TD, dense_TD)
-            of_dense = logits_in_parts(dense.model, dense_TD)
-            of_other = logits_in_parts(other.model, other_TD)
+            logits = (
+                logits_in_parts(dense.model, dense_TD),
+                logits_in_parts(other.model, other_TD),
+            )
             kls = list[Tensor]()
-            for (_, dense_TV), (_, other_TV) in zip(of_dense, of_other, strict=True):
+            for (_, dense_TV), (_, other_TV) in zip(*logits, strict=True):
                 sums["after"] += _sums(other_TV, dense_TV)
                 same += int((other_TV.argmax(dim=1) == dense_TV.argmax(dim=1)).sum())
                 dense_log, other_log = dense_TV.log_softmax(dim=1), other_TV.log_softmax(dim=1)
@@ -90,6 +100,7 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
 
     return {
         "against": against,
+        FINGERPRINT: {"model": fingerprint(folder), "against": fingerprint(of_dense)},
         "dtype": {"model": other.dtype, "against": dense.dtype},
         "before_head": closeness("before"),
         "after_head": closeness("after"),

@@ -11,17 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-from transformers import AutoConfig
-
-from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError, nearest, one_line, require_package
 from dotmoe.common.files import Values, write_json
 from dotmoe.measure.config import EvaluateConfig, in_context
-from dotmoe.measure.evaluate.models import loading
+from dotmoe.measure.evaluate.models import loaded
 from dotmoe.measure.evaluate.programs import CodeEval
 from dotmoe.models.family import head_dim
-from dotmoe.models.load import resolved_dtype
-from dotmoe.models.tokenizer import load_tokenizer
 
 MAX_NUMBERS = 1 << 28
 """Logits, or keys and values, of one batch of requests (1 GiB in float32); one may have more."""
@@ -144,37 +139,32 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
     """
     from lm_eval.models.huggingface import HFLM
 
-    device = resolved_device(config.load.device)
-    with loading(folder):
-        sizes = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-        context = int(sizes.max_position_embeddings)
-        length = in_context("max_length", config.max_length or context, context)
-        scored = written = config.corpus.batch_size
-        if scored == "auto" and device.type == "cpu":
-            heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-            cached = 2 * sizes.num_hidden_layers * heads * head_dim(sizes)  # numbers a token
-            most = length * int(sizes.vocab_size), min(length, 2 * CHAT_ANSWER) * cached
-            scored, written = (min(CPU_BATCH, max(1, MAX_NUMBERS // each)) for each in most)
+    stock = loaded(folder, config.load)
+    if config.chat_template and not stock.tokenizer.chat_template:
+        raise UserError(f"{folder} has no chat template. Leave out --chat-template.")
+    length = in_context("max_length", config.max_length or stock.context, stock.context)
+    scored = written = config.corpus.batch_size
+    if scored == "auto" and stock.model.device.type == "cpu":
+        sizes = stock.model.config
+        heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+        cached = 2 * sizes.num_hidden_layers * heads * head_dim(sizes)  # numbers a token
+        most = length * int(sizes.vocab_size), min(length, 2 * CHAT_ANSWER) * cached
+        scored, written = (min(CPU_BATCH, max(1, MAX_NUMBERS // each)) for each in most)
 
-        class Runner(HFLM):  # writing answers, it keeps the logits of one position
-            def generate_until(self, *requests: Any, **options: Any) -> Any:
-                with patch.object(self, "batch_size_per_gpu", written):
-                    return super().generate_until(*requests, **options)
+    class Runner(HFLM):  # writing answers, it keeps the logits of one position
+        def generate_until(self, *requests: Any, **options: Any) -> Any:
+            with patch.object(self, "batch_size_per_gpu", written):
+                return super().generate_until(*requests, **options)
 
-        if config.chat_template:
-            Runner.max_gen_toks = min(CHAT_ANSWER, length // 2)
-        runner = Runner(
-            pretrained=str(folder),
-            tokenizer=load_tokenizer(folder, sizes.vocab_size),
-            device=str(device),
-            dtype=resolved_dtype(config.load.dtype, device),
-            batch_size=scored,
-            max_batch_size=GPU_BATCH,
-            max_length=config.max_length,
-        )
-        if config.chat_template and not runner.tokenizer.chat_template:
-            raise UserError(f"{folder} has no chat template. Leave out --chat-template.")
-        return runner
+    if config.chat_template:
+        Runner.max_gen_toks = min(CHAT_ANSWER, length // 2)
+    return Runner(
+        pretrained=stock.model,
+        tokenizer=stock.tokenizer,
+        batch_size=scored,
+        max_batch_size=GPU_BATCH,
+        max_length=config.max_length,
+    )
 
 
 def run_tasks(

@@ -1,9 +1,10 @@
 """The measurements by name, and `evaluate`, which makes those that a config selects."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
-from dotmoe.common.files import Values, write_json
+from dotmoe.common.files import Values, alone_in, write_json
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table
@@ -31,17 +32,19 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
     """Measure what `config` selects, by name.
 
     Each result is also written to `config.out`/NAME.json if `out` is given. Raises `UserError` if
-    options are out of range, or the model or text is missing, or they do not fit each other.
+    options are out of range, or the model or text is missing, or they do not fit each other, or
+    another process writes to `out`.
     """
     config, results = checked(config), dict[str, Values]()
-    for name in config.measurements:
-        measure, _ = MEASUREMENTS[name]
-        results[name] = {
-            "origin": "measured",
-            "name": config.model,
-            **measure(config, progress or Progress(quiet=True)),
-            "provenance": provenance(seed=0),
-        }
-        if config.out is not None:
-            write_json(Path(config.out) / f"{name}.json", results[name])
+    with nullcontext() if config.out is None else alone_in(Path(config.out)):
+        for name in config.measurements:
+            measure, _ = MEASUREMENTS[name]
+            results[name] = {
+                "origin": "measured",
+                "name": config.model,
+                **measure(config, progress or Progress(quiet=True)),
+                "provenance": provenance(seed=0),
+            }
+            if config.out is not None:
+                write_json(Path(config.out) / f"{name}.json", results[name])
     return results

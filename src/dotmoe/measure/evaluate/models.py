@@ -16,10 +16,12 @@ from dotmoe.common.files import Values
 from dotmoe.common.progress import Progress, Update
 from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
 from dotmoe.measure.config import EvaluateConfig
-from dotmoe.models.checkpoint import EMBEDDED, at_revision, checkpoint_folder, require_checkpoint
+from dotmoe.models.checkpoint import is_gguf
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import config_of, load_weights, resolved_dtype
+from dotmoe.models.identity import FINGERPRINT, fingerprint
+from dotmoe.models.load import config_of, load_weights, require_loadable, resolved_dtype
 from dotmoe.models.scoring import hidden_states, nats_of
+from dotmoe.models.source import EMBEDDED, at_revision, checkpoint_folder, is_local
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.run.folder import RunFolder, export_folder
 
@@ -85,8 +87,8 @@ def model_folder(name: str) -> Path:
             "Transformers export of the same run."
         )
     folder = export_folder(checkpoint_folder(str(file or name)))
-    require_checkpoint(folder)
     require_checksums(folder)
+    require_loadable(folder)
     return folder
 
 
@@ -108,11 +110,24 @@ def dense_model_of(export: Path, option: str) -> str:
     )
 
 
+def require_unchanged_dense(export: Path, against: Path) -> None:
+    """Refuse to compare an export in its run with the run's dense model if that has changed since.
+
+    A hub model does not change: a run names its commit.
+    """
+    run = RunFolder(export.resolve().parent)
+    if run.exists and is_local(run.model) and checkpoint_folder(run.model) == against.resolve():
+        run.require_inputs({"model": fingerprint(against)})
+
+
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF at a path: the file itself, or the only one in the folder; None if there is none."""
+    """The GGUF at a path: the file itself, or that of an exported folder; None if there is none."""
     path = Path(os.path.expanduser(path))
-    files = [path] if path.suffix == ".gguf" and path.is_file() else list(path.glob("*.gguf"))
-    return files[0] if len(files) == 1 else None
+    if is_gguf(path) and path.is_file():
+        return path
+    files = [each for each in path.glob("*") if is_gguf(each)]
+    is_export = (path / RECORD_FILE).is_file() and not (path / "config.json").exists()
+    return files[0] if is_export and len(files) == 1 else None
 
 
 def by_side(
@@ -121,7 +136,7 @@ def by_side(
     measure: Callable[[StockModel, Update], Values],
     measure_gguf: Callable[[Path, int, Update], Values] | None = None,
 ) -> Values:
-    """Measure each model; results are under `model` and `against`, with its name and dtype.
+    """Measure each model; results are under `model` and `against`, with name and fingerprint.
 
     With `measure_gguf` a GGUF runs in llama.cpp if dotmoe exported it or a tokenizer is named; any
     other is a dense model for Transformers. Both models are located before any is measured, and
@@ -133,6 +148,8 @@ def by_side(
         has_tokenizer = file and (config.tokenizer or (file.parent / RECORD_FILE).is_file())
         paths[label] = file if measure_gguf and file and has_tokenizer else model_folder(name)
 
+    if "against" in paths:
+        require_unchanged_dense(paths["model"], paths["against"])
     context = min(map(context_of, paths.values()))
 
     def measured(path: Path) -> Values:  # the model is freed on return
@@ -142,7 +159,10 @@ def by_side(
         return {"dtype": stock.dtype, **measure(stock, update)}
 
     with progress.bar("evaluate", tokens=0 if config.generate else 1) as update:  # 0: prompts
-        return {label: {"name": config.names[label], **measured(paths[label])} for label in paths}
+        return {
+            label: {"name": config.names[label], FINGERPRINT: fingerprint(path), **measured(path)}
+            for label, path in paths.items()
+        }
 
 
 def sides_of(result: Values) -> list[Values]:

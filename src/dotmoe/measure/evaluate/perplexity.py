@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from dotmoe.common.files import Values
 from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.record import ExportRecord, require_checksums
+from dotmoe.export.record import ExportRecord, active_experts_of, require_checksums
 from dotmoe.measure.config import EvaluateConfig, TextConfig
 from dotmoe.measure.evaluate.difference import (
     difference,
@@ -34,9 +35,9 @@ from dotmoe.measure.evaluate.models import (
     row_nats,
     stock_nats,
 )
-from dotmoe.models.checkpoint import checkpoint_folder
-from dotmoe.models.family import DenseModel
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import load_weights
+from dotmoe.models.source import checkpoint_folder
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.text.blocks import TokenBlocks, pack, separator_of
 from dotmoe.text.config import DataConfig
@@ -192,20 +193,17 @@ def heldout_perplexity(
     return results[0] | ({"other": results[1]} if len(results) > 1 else {})
 
 
-def perplexities(
-    dense: DenseModel, exports: Mapping[str, Path], texts: Heldout, on_progress: Update = no_update
+def export_perplexity(
+    folder: Path,
+    tokenizer: Any,
+    place: tuple[torch.dtype, torch.device],
+    texts: Heldout,
+    on_progress: Update = no_update,
 ) -> Values:
-    """`heldout_perplexity` of a dense model, as `dense`, and of exports by their names.
-
-    Exports run in the dense model's dtype and on its device, one at a time beside it.
-    """
-    results = {"dense": heldout_perplexity(dense.model, dense.tokenizer, texts, on_progress)}
-    dtype = next(dense.model.parameters()).dtype
-    for name, folder in exports.items():
-        model: Any = load_weights(folder, dtype).to(dense.device)
-        results[name] = heldout_perplexity(model, dense.tokenizer, texts, on_progress)
-        del model  # free it before the next one is loaded
-    return results
+    """`heldout_perplexity` of an export, which is in memory only meanwhile: a dtype, a device."""
+    dtype, device = place
+    model: Any = load_weights(folder, dtype).to(device)
+    return heldout_perplexity(model, tokenizer, texts, on_progress)
 
 
 def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
@@ -255,6 +253,7 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
             f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
             f"has no curve. {remedy}"
         )
+    record = replace(record, active_experts=active_experts_of(folder, record))
     chosen = config.curve or ladder(record.num_experts, record.active_experts)
     if max(chosen) > record.num_experts:
         raise UserError(
@@ -286,6 +285,7 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
     all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
     return {
         **{name: getattr(record, name) for name in ("name", "format", "source")},
+        FINGERPRINT: fingerprint(folder),
         "dtype": stock.dtype,
         "num_experts": record.num_experts,
         "active_experts": record.active_experts,

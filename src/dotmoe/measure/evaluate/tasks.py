@@ -1,7 +1,9 @@
 """Benchmark tasks of one model or two: the paper's tasks, local data, averages, kept results."""
 
 import math
+import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError, nearest
-from dotmoe.common.files import Values, read_json, sha256_of, write_json
+from dotmoe.common.files import Values, alone_in, read_json, sha256_of, write_json
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, figure, table_of
 from dotmoe.measure.config import EvaluateConfig, in_context
@@ -22,8 +24,13 @@ from dotmoe.measure.evaluate.difference import (
     require_asked_alike,
     score_difference,
 )
-from dotmoe.measure.evaluate.models import context_of, model_folder, sides_of
-from dotmoe.models.checkpoint import fingerprint
+from dotmoe.measure.evaluate.models import (
+    context_of,
+    model_folder,
+    require_unchanged_dense,
+    sides_of,
+)
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import resolved_dtype
 from dotmoe.run.folder import STAGES, provenance
 
@@ -92,17 +99,18 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     or a result of other settings is where one would be written.
     """
     identities, local, notes = _asked(config)
-    run_folder = Path(config.model)
-    is_run = (run_folder / STAGES["export"]).is_dir()
-    default = run_folder / STAGES["evaluate"] if is_run else f"evaluation-{run_folder.name}"
-    out = Path(config.out or default)
-    tasks = cache(lambda: harness.loaded_tasks(list(identities), local, list(SETS)))
     folders = {label: model_folder(name) for label, name in config.names.items()}
+    if "against" in folders:
+        require_unchanged_dense(folders["model"], folders["against"])
+    fingerprints = {label: fingerprint(folder) for label, folder in folders.items()}
+    out = Path(config.out or default_folder(config.model, fingerprints["model"]))
+    tasks = cache(lambda: harness.loaded_tasks(list(identities), local, list(SETS)))
     configs = _within_both(config, folders)
 
     def measured(label: str, folder: Path) -> Values:
         model, results, how = config.names[label], dict[str, Values](), configs[label]
-        weights, runner = fingerprint(folder), cache(lambda: harness.harness_model(folder, how))
+        weights = fingerprints[label]
+        runner = cache(lambda: harness.harness_model(folder, how))
         for name, same_of_all in identities.items():
             identity = same_of_all | {"max_length": how.max_length, "model": weights}
             file = out / ("tasks" if label == "model" else label) / f"{name}.json"
@@ -121,16 +129,21 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
             results[name] = {
                 "origin": "measured",
                 "task": name,
-                "model": {"name": model, "context": runner().max_length},
+                "model": {
+                    "name": model,
+                    FINGERPRINT: weights,
+                    "context": runner().max_length,
+                },
                 "limit": config.limit,
                 **scored,
                 "identity": identity,
                 "provenance": provenance(1234),  # the harness's own seed of solved examples
             }
             write_json(file, results[name])
-        return of_model(model, results.values())
+        return of_model(model, results.values()) | {FINGERPRINT: weights}
 
-    with harness.quiet_harness():
+    is_locked = config.out is not None  # by the caller
+    with nullcontext() if is_locked else alone_in(out), harness.quiet_harness():
         result = {label: measured(label, folder) for label, folder in folders.items()}
     averages, others = (result.get(side, {}).get("averages", {}) for side in ("model", "against"))
     shared = averages.keys() & others.keys()
@@ -182,6 +195,18 @@ def _within_both(config: EvaluateConfig, folders: Mapping[str, Path]) -> dict[st
         return dict.fromkeys(folders, config)
     shorter = replace(config, max_length=smallest)
     return {label: config if own == smallest else shorter for label, own in contexts.items()}
+
+
+def default_folder(model: str, weights: str) -> Path:
+    """Folder for the tasks of a model, by its name and fingerprint: another model has another.
+
+    For a run, and the export in it, it is the run's own.
+    """
+    path = Path(os.path.expanduser(model)).resolve()
+    for run in (path, path.parent):
+        if path in (run, run / STAGES["export"]) and (run / STAGES["export"]).is_dir():
+            return run / STAGES["evaluate"]
+    return Path(f"evaluation-{Path(model).name}-{weights[:8]}")
 
 
 def _finished(file: Path, identity: Values) -> Values:

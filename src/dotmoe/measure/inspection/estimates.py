@@ -183,12 +183,20 @@ def _measured(device: torch.device, options: RunConfig, stored: torch.dtype) -> 
 
 
 def stored_dtype(config: Any, folder: Path) -> torch.dtype:
-    """Dtype of the FFN weights in a checkpoint, else the config's, else bfloat16."""
+    """Dtype of the FFN weights in a checkpoint, else the config's, else bfloat16.
+
+    Raises a `UserError` for tensors that are not those of the config's model.
+    """
     if not any(folder.glob("*.safetensors")):
         dtype = getattr(config, "dtype", None) or torch.bfloat16
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    family = family_of(config)
-    return Tensors(folder, tied=False, part_of=lambda name: family.stored(config, name)).dtype
+    model, family = meta_model(config), family_of(config)
+    dense = DenseModel(
+        model=model, weights="meta", family=family, folder=folder, source=str(folder)
+    )
+    tensors = Tensors.of(dense)
+    tensors.require_tensors(model)
+    return tensors.dtype
 
 
 def _warnings(

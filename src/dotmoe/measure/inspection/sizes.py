@@ -324,12 +324,9 @@ def export_memory(sizes: Sizes, tokens: int, held: int) -> Items:
 
 
 def evaluation_memory(sizes: Sizes, held: int) -> Items:
-    """Weights in memory while perplexity is measured: the export runs beside the dense model."""
+    """Weights in memory while perplexity is measured: the dense model's are dropped before."""
     exported, written = sum(exported_bytes(sizes).values()), sizes.written.itemsize
-    return {
-        "dense weights": held * sizes.counts.dense_total,
-        "exported weights": held * (exported // written),
-    }
+    return {"exported weights": held * (exported // written)}
 
 
 def exported_bytes(sizes: Sizes) -> Items:

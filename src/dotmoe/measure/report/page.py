@@ -9,7 +9,7 @@ import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dotmoe.common.files import read_json
+from dotmoe.common.files import read_json, write_text
 from dotmoe.common.tables import (
     ShellCommand,
     to_markdown,
@@ -46,9 +46,8 @@ def html_report(run: Path) -> Path:
     """
     results, file = RunResults(run), run / STAGES["report"] / "report.html"
     text = html(results)
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+    write_text(file, text)
+    write_text(file.with_suffix(".md"), markdown(results))
     return file
 
 
@@ -93,9 +92,9 @@ def _what_next(results: RunResults) -> list[RenderableType]:
     """Where the results are, and the commands that come next."""
     run, record, export = results.folder, results.export, results.folder / STAGES["export"]
     settings = export / "tokenizer_config.json"
-    chats = (export / "chat_template.jinja").is_file() or (
-        settings.is_file() and "chat_template" in read_json(settings)
-    )
+    chats = (export / "chat_template.jinja").is_file()
+    if settings.is_file() and read_json(settings).get("chat_template"):  # it may be null
+        chats = True
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
     commands = {"generate": write + (["--chat-template"] if chats else ["--temperature", "0.8"])}

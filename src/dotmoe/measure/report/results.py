@@ -1,9 +1,10 @@
 """Reads the result files of a run, once per report. What was not measured is absent."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import DamagedError, Values, read_json
@@ -11,12 +12,18 @@ from dotmoe.common.options import values_of
 from dotmoe.export.record import ExportRecord
 from dotmoe.measure.evaluate.tasks import of_model
 from dotmoe.method.granularity import from_record
+from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.run.config import PAPER
 from dotmoe.run.folder import RunFolder
 
 RIVALS = "rivals"
 """File of `6_evaluate` with the perplexity of other models of as many active parameters, by name,
 on the run's held-out text."""
+
+_MEASURED = (
+    *("perplexity", "tasks", "against", "fidelity", "generation", "curve", "bench", "analysis"),
+)
+"""Files and folders of `6_evaluate` with results of commands that measure."""
 
 _REMEDY = "Delete it and measure it again."
 
@@ -45,14 +52,15 @@ class RunResults:
             path.relative_to(evaluated).with_suffix("").as_posix(): _object(path)
             for path in sorted(evaluated.rglob("*.json"))
         }
-        """Contents of each JSON file in `6_evaluate`, by path without `.json`: `tasks/piqa`."""
+        """Contents of each JSON file in `6_evaluate`, by path without `.json`: `tasks/piqa`; those
+        in `of_others` are left out."""
         self.results = self.files["results"]
         self.splits = from_record(self.results["granularity"])
         self.steps = {name: _steps(run.stage(name)) for name in ("align", "finetune")}
         """Metrics of each step of the alignment and of the finetuning."""
         self.is_finetuned = run.manifest["command"] == "finetune"
-        self.source: str = self.config["run" if self.is_finetuned else "model"]
-        """The model that was converted or the run that was finetuned, as the user named it."""
+        self.source: str = self.config["run"] if self.is_finetuned else run.model
+        """The run that was finetuned, or the model that was converted, with its hub commit."""
         self.is_repaired = bool(self.config.get("repair"))
         """Whether the exported model was repaired and not finetuned afterwards."""
         self.dense_model = run.model
@@ -61,6 +69,16 @@ class RunResults:
         method = str(self.config.get("method", "dot_moe")).replace("dot_moe", ours)
         self.name = "repaired" if self.is_repaired else "finetuned" if self.is_finetuned else method
         """Name of the exported model in the report."""
+        exported, dense = fingerprint(run.stage("export")), run.manifest["inputs"]["model"]
+        self.is_edited = self.results["moe"].get(FINGERPRINT, exported) != exported
+        """Whether somebody edited the export after the run had measured it."""
+        last = "finetune" if self.is_finetuned else "repair" if self.is_repaired else "extract"
+        known = {exported, dense, run.fingerprint_of(last)}
+        self.of_others = _of_others(self.files, known, (run.model, dense))
+        """Names of the files that are left out: they measured another model, such as an earlier
+        export of the run, or do not say which."""
+        for name in self.of_others:
+            del self.files[name]
 
     @property
     def _is_by_papers_recipe(self) -> bool:
@@ -117,6 +135,53 @@ class RunResults:
                 f"{self.folder / file} lacks a value of the report ({type(error).__name__}: "
                 f"{error}): it is damaged or from another version. {_REMEDY}"
             ) from error
+
+
+def _of_others(
+    files: Mapping[str, Values], known: Container[Any], dense: tuple[str, str]
+) -> list[str]:
+    """Names of results of a model without a `known` fingerprint.
+
+    `dense`: name and fingerprint of the dense model, which must be what a result beside that name
+    is of. Tasks in `against` are all of one model: of the dense one if it was asked any.
+    """
+    beside = {
+        name: _fingerprint_in(content, "model")
+        for name, content in files.items()
+        if name.startswith("against/")
+    }
+    asked = dense[1] if dense[1] in beside.values() else next(iter(beside.values()), None)
+    left_out = []
+    for name, content in files.items():
+        if name in beside:
+            is_other = beside[name] != asked
+        else:
+            sides = ["model"]
+            if _name_of_other(content) == dense[0]:
+                sides.append("against")
+            is_other = any(_fingerprint_in(content, side) not in known for side in sides)
+        if is_other and name.partition("/")[0] in _MEASURED:
+            left_out.append(name)
+    return left_out
+
+
+_OF_BENCH = {"model": "moe", "against": "dense"}
+"""What a speed measurement calls the two models."""
+
+
+def _fingerprint_in(content: Values, side: str) -> Any:
+    """Fingerprint of the `model` of a result file, or of `against`; None if it does not say."""
+    for name in (side, _OF_BENCH[side]):
+        if isinstance(one := content.get(name), dict):
+            return one.get(FINGERPRINT)
+    found = content.get(FINGERPRINT)
+    return found.get(side) if isinstance(found, dict) else found
+
+
+def _name_of_other(content: Values) -> Any:
+    """Name of the model beside the one that a result file is about; None if there is none."""
+    other = content.get("against", content.get("dense"))
+    return other.get("name") if isinstance(other, dict) else other
 
 
 def _object(path: Path) -> Values:

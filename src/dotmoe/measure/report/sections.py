@@ -97,16 +97,24 @@ def _training(name: str, run: RunResults) -> Blocks:
     ]
 
 
-def _checks(_: RunResults, results: Values) -> Blocks:
+def _perplexity(run: RunResults, _: Values) -> Blocks:
+    table = perplexity_table(run.models)
+    if not run.is_edited:
+        return [table]
+    said = f"Files of {run.folder}/5_export were edited after this was measured: it is of the "
+    said += "export as it was before. dotmoe evaluate measures the edited one."
+    return [Block("warning", said), table]
+
+
+def _checks(run: RunResults, results: Values) -> Blocks:
     checks = [[name.replace("_", " "), figure(v)] for name, v in results["verification"].items()]
     table = Table(
         title="Export against masked dense model", columns=("check", "value"), rows=checks
     )
-    return [
-        "Yes: before the checkpoint got its final name, stock Transformers loaded it, and its "
-        "output was compared with that of the model that was measured.",
-        Block("folded", "Figures of the check", table),
-    ]
+    checked = "before the checkpoint got its final name, stock Transformers loaded it, and its "
+    checked += "output was compared with that of the model that was measured."
+    answer = "It was, until its files were edited" if run.is_edited else "Yes"
+    return [f"{answer}: {checked}", Block("folded", "Figures of the check", table)]
 
 
 def _configuration(run: RunResults, _: Values) -> Blocks:
@@ -123,7 +131,7 @@ def _configuration(run: RunResults, _: Values) -> Blocks:
 
 
 def _missing(run: RunResults, _: Values) -> Blocks:
-    """Measurements that are missing, each with the command that makes it."""
+    """Measurements that are missing, each with the command that makes it, and those left out."""
     folder, dense = str(run.folder), run.dense_model
     out = ["--out", f"{folder}/6_evaluate"]
     text, asked = ["--text", "HELD_OUT.txt", *out], ["--generate", "64", "--prompts", "PROMPT"]
@@ -145,7 +153,14 @@ def _missing(run: RunResults, _: Values) -> Blocks:
     if len(run.splits) > 1:  # two different k
         del wanted["bench"]
     there = {name.partition("/")[0] for name in run.files}
+    if "tasks" not in there:
+        there.discard("against")
     blocks: Blocks = []
+    if run.of_others:
+        names = ", ".join(f"{name}.json" for name in run.of_others)
+        said = "Left out, because they measured another model than this export, or do not say "
+        said += f"which: {names} in 6_evaluate. Delete them, and measure again."
+        blocks.append(Block("warning", said))
     for name, (what, words) in wanted.items():
         if name not in there:
             keep = f" > {shlex.quote(f'{folder}/6_evaluate/bench.json')}" * (name == "bench")
@@ -156,7 +171,7 @@ def _missing(run: RunResults, _: Values) -> Blocks:
 
 
 SECTIONS: list[tuple[str, str, Section]] = [
-    ("Perplexity", "results", lambda run, _: [perplexity_table(run.models)]),
+    ("Perplexity", "results", _perplexity),
     ("Perplexity on other text", "perplexity", _measurement("perplexity")),
     ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),

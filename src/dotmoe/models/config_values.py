@@ -1,0 +1,158 @@
+"""Values of a config.json that Transformers would ignore, or fail on with a traceback."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import Values
+from dotmoe.models.family import rope_of
+
+ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
+_NAMES = {"rope_type", "type"}
+_LISTS = {"short_factor", "long_factor", "mrope_section"}
+_NUMBERS = {
+    *("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("low_freq_factor", "high_freq_factor", "max_position_embeddings", "alpha"),
+}
+_MAY_BE_ZERO = {"llama_4_scaling_beta", "mscale", "mscale_all_dim"}
+_WITH_DEFAULT = {
+    *("attention_factor", "beta_fast", "beta_slow", "short_mscale", "long_mscale"),
+    *_MAY_BE_ZERO,
+}
+"""Numbers that may be null: Transformers has defaults."""
+_FLAGS = {"truncate", "finetuned", "mrope_interleaved"}
+_ONLY_OFF: tuple[Any, ...] = (None, False, 0, "", [])
+UNREAD: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "scale_emb"), (None, 1)),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "lm_head_multiplier"), (None, 1)),
+    **dict.fromkeys(("rotary_pct", "rotary_percent"), (None, 1)),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "clip_qkv"), (None,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _ONLY_OFF),
+    **dict.fromkeys(("use_qk_norm", "qk_layernorm", "qk_norm"), _ONLY_OFF),
+    **dict.fromkeys(("parallel_attn", "use_parallel_residual", "alibi", "use_alibi"), _ONLY_OFF),
+    **dict.fromkeys(("use_mrope", "rope_interleaved", "no_rope_layers"), _ONLY_OFF),
+    **dict.fromkeys(("is_causal",), (None, True)),
+}
+"""Keys that change what a decoder computes where its class reads them, and values that do not."""
+_NORM_EPS = ("norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rms_norm_epsilon")
+
+
+def require_rope_numbers(plain: Values, path: Path) -> None:
+    """Refuse rotary embeddings whose values are not numbers, or that are of no stated type."""
+    if "rope_theta" in plain and plain.get("rope_parameters") is None:
+        _require_value("rope_theta", plain["rope_theta"], "rope_theta", path)
+    for name, rope in _ropes(plain, path):
+        kinds = {str(rope[key]) for key in _NAMES if rope.get(key) is not None}
+        if not kinds and rope.keys() - {"rope_theta", "partial_rotary_factor", *_NAMES}:
+            raise UserError(
+                f"{name} in {path} is {dict(rope)!r}, without a rope_type, so it has no effect. "
+                f"Name one of {', '.join(sorted(ROPE_TYPES))}, or delete {name}."
+            )
+        if len(kinds) > 1 and kinds != {"mrope", "default"}:
+            raise UserError(
+                f"{name} in {path} has two types, {' and '.join(sorted(kinds))}. Keep rope_type."
+            )
+        for key, value in rope.items():
+            if key not in _NAMES:
+                _require_value(key, value, f"{name}.{key}", path)
+        low, high = rope.get("low_freq_factor", 0), rope.get("high_freq_factor", math.inf)
+        if low >= high:
+            raise UserError(
+                f"{name}.low_freq_factor in {path} is {low}, but it must be below "
+                f"high_freq_factor ({high}). Compare it with the original's."
+            )
+
+
+def _ropes(plain: Values, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Rotary embeddings in a config, by name: those of kinds of layers one by one."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = plain.get(key)
+        if rope is None:
+            continue
+        if not isinstance(rope, Mapping):
+            raise UserError(
+                f"{key} in {path} is {rope!r}, not an object. Compare it with the original's."
+            )
+        of_kinds = {kind: each for kind, each in rope.items() if isinstance(each, Mapping)}
+        if of_kinds:
+            yield from ((f"{key}.{kind}", each) for kind, each in of_kinds.items())
+        else:
+            yield key, rope
+
+
+def _require_value(key: str, value: Any, name: str, path: Path) -> None:
+    """Refuse a value of rotary embeddings that is not of its kind."""
+    if key in _FLAGS or (key in _WITH_DEFAULT and value is None):
+        return
+    remedy = "Compare it with the original's."
+    if key in _LISTS:
+        if not isinstance(value, list) or not value or not all(map(_is_number, value)):
+            raise UserError(f"{name} in {path} is {value!r}, but it must list numbers. {remedy}")
+    elif key not in _NUMBERS | _WITH_DEFAULT:
+        raise UserError(
+            f"{name} in {path} is {value!r}, but Transformers does not read it. Delete it if the "
+            "model was not trained with it."
+        )
+    elif not _is_number(value) or (value == 0 and key not in _MAY_BE_ZERO):
+        raise UserError(f"{name} in {path} is {value!r}, but it must be a number above 0. {remedy}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number from 0 on."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf
+
+
+def require_known_rope(config: Any, path: Path) -> None:
+    """Refuse a type of rotary embeddings that Transformers does not have."""
+    if not getattr(config, "rope_parameters", None):
+        return
+    kind = rope_of(config).get("rope_type")
+    if kind not in ROPE_TYPES:
+        remedy = "Compare it with the original's."
+        if kind == "mrope":
+            remedy = "For text alone mrope is the plain rotation: set rope_type to default."
+        raise UserError(
+            f"the rope_type in {path} is {kind!r}, but {config.model_type} in Transformers has "
+            f"{', '.join(sorted(ROPE_TYPES))}. {remedy}"
+        )
+
+
+def require_read(plain: Values, config: Any, rotated: float, path: Path) -> None:
+    """Refuse values that change what a decoder computes, but that its class does not read.
+
+    `rotated` is the share of each head that the model's rotary embeddings rotate.
+    """
+    cls = type(config)
+
+    def is_read(key: str) -> bool:
+        return hasattr(cls, key) or key in cls.attribute_map
+
+    ignored = {
+        key: plain[key]
+        for key, harmless in UNREAD.items()
+        if key in plain and not is_read(key) and plain[key] not in harmless
+    }
+    for key in _NORM_EPS:
+        own = getattr(config, "rms_norm_eps", None)
+        if key in plain and not is_read(key) and plain[key] != own:
+            ignored[key] = plain[key]
+    kinds = plain.get("layer_types")
+    if kinds and not is_read("layer_types") and set(kinds) != {"full_attention"}:
+        ignored["layer_types"] = sorted(set(kinds))
+    window = plain.get("sliding_window")
+    has_window = isinstance(window, int) and plain.get("use_sliding_window") is not False
+    if has_window and not is_read("sliding_window") and window < config.max_position_embeddings:
+        ignored["sliding_window"] = window
+    share = plain.get("partial_rotary_factor")
+    if isinstance(share, int | float) and abs(share - rotated) > 0.01:
+        ignored["partial_rotary_factor"] = share
+    for key, value in ignored.items():
+        raise UserError(
+            f"{key} in {path} is {value!r}, but {config.model_type} in Transformers does not read "
+            "it. Delete it if the model was not trained with it, or correct model_type."
+        )

@@ -1,0 +1,62 @@
+"""What is said to users follows the likely cause."""
+
+import re
+
+import pytest
+
+from dotmoe.measure.report import page
+from runs import TINY_CONVERT, put_into, rewritten
+
+CHANCE = "predicts no better than chance"
+
+
+def test_a_model_that_has_learned_nothing_is_named_before_anything_is_paid(
+    command, copied, text_file, tmp_path, caplog
+):
+    """Equal chances for 264 tokens give log(264) = 5.58 nats."""
+    how = TINY_CONVERT | {"data": text_file, "method": "contiguous_split", "steps": 0}
+    del how["lr"]
+    with rewritten(copied) as tensors:
+        tensors["lm_head.weight"] *= 0.01
+    said = command("convert", copied, tmp_path / "random", **how)
+    assert said.status == 0
+    expected = rf"{CHANCE}: 5\.5[78] nats per token over 248 tokens .* 264 tokens give 5\.58"
+    assert re.search(expected, caplog.text)
+    caplog.clear()
+    assert command("convert", copied, tmp_path / "random", **how).status == 0
+    assert CHANCE not in caplog.text
+
+
+def test_a_trained_model_is_not_suspected(command, tmp_path, caplog):
+    text = tmp_path / "story.txt"
+    text.write_text(
+        "Once upon a time there was a little girl. She liked to play in the park.\n" * 99
+    )
+    how = TINY_CONVERT | {"data": text, "expert_size": 32, "steps": 1}
+    said = command("convert", "embedded", tmp_path / "run", **how)
+    assert (said.status, CHANCE in caplog.text) == (0, False), said.err
+
+
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (167, "No such size divides the FFN width 167. Choose another model"),
+        (172, "No such size divides the FFN width 172. Give --export-dtype float32, or choose"),
+        (96, "Choose such an expert_size"),
+    ],
+)
+def test_a_width_without_an_expert_size_is_said_to_have_none(
+    width, words, command, tiny_dense, text_file, tmp_path
+):
+    model = tiny_dense("llama", intermediate_size=width, dtype="bfloat16")
+    how = TINY_CONVERT | {"data": text_file, "expert_size": 4 if width == 172 else 1, "active": 0.5}
+    how["expert_size"] = 4 if width == 96 else how["expert_size"]
+    assert words in command("convert", model, tmp_path / "out", **how).refusal()
+
+
+@pytest.mark.parametrize(("template", "is_chat"), [(None, False), ("{{ messages }}", True)])
+def test_a_template_that_is_null_is_none(template, is_chat, finished, tmp_path):
+    run = finished.copied_to(tmp_path / "run")
+    put_into(run.folder / "5_export/tokenizer_config.json", chat_template=template)
+    commands = page._what_next(page.RunResults(run.folder))
+    assert any("--chat-template" in line for line in commands) == is_chat
