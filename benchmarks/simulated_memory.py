@@ -148,7 +148,7 @@ class Stored:
         """A tensor in host memory."""
         return torch.empty_like(self.of_model.get_parameter(name), device="cpu")
 
-    def require_shapes(self, model: nn.Module) -> None:
+    def require_model(self, model: nn.Module) -> None:
         """They are those of the model itself."""
 
     def forget(self) -> None:

@@ -231,3 +231,12 @@ def test_a_model_that_cannot_be_converted_is_still_measured(damage, tiny_dense, 
     assert commands("text", folder).status == 0
     tensor("model.layers.0.self_attn.q_proj.bias", 64)(folder)
     assert "q_proj.bias is stored" in commands("text", folder).refusal()
+
+
+@pytest.mark.parametrize(
+    "values", [{"pad_token_id": 300}, {"attn_implementation": "flash_attention_2"}]
+)
+def test_tasks_run_what_a_conversion_reads(values, commands, copied):
+    put_into(copied / "config.json", **values)
+    said = commands("tasks", copied)
+    assert said.status == 0, said.err
