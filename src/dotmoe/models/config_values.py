@@ -111,7 +111,7 @@ def require_known_rope(config: Any, path: Path) -> None:
     """Refuse a type of rotary embeddings that Transformers does not have."""
     if not getattr(config, "rope_parameters", None):
         return
-    kind = rope_of(config).get("rope_type")
+    kind = str(rope_of(config).get("rope_type"))
     if kind not in ROPE_TYPES:
         remedy = "Compare it with the original's."
         if kind == "mrope":

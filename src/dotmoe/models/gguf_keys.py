@@ -32,8 +32,10 @@ def require_meaning(path: Path, arch: str, stored: Mapping[str, Any], config: An
 
     `stored` has the values of the architecture's keys, without its name before them.
     """
-    if lacking := sorted(REQUIRED - stored.keys()):
-        raise UserError(f"{path} lacks the key {arch}.{lacking[0]}. Get the file again.")
+    stored = {key: _of_all_layers(value) for key, value in stored.items()}
+    if config.model_type == "lfm2":  # layers without attention have no heads
+        stored["attention.head_count_kv"] = config.num_key_value_heads
+    _require_present(path, arch, stored)
     read, implied = _as_read(config), _implied(stored, config)
     for key in sorted(stored.keys() - HARMLESS):
         if key not in read:
@@ -57,6 +59,18 @@ def require_meaning(path: Path, arch: str, stored: Mapping[str, Any], config: An
             f"{path} is a {config.model_type} whose attention is scaled by 1 / sqrt({means:g}), "
             f"but Transformers reads {scalar:g}. {ANOTHER}"
         )
+
+
+def _require_present(path: Path, arch: str, stored: Mapping[str, Any]) -> None:
+    """Refuse a file without a size of its model, or with one for each layer."""
+    for key in sorted(REQUIRED):
+        if not stored.get(key):
+            raise UserError(f"{path} lacks the key {arch}.{key}. Get the file again.")
+        if isinstance(stored[key], list):
+            raise UserError(
+                f"the key {arch}.{key} of {path} differs by layer ({stored[key]}), and the stock "
+                "class has one value for all. Choose another model."
+            )
 
 
 def _as_read(config: Any) -> dict[str, Any]:
@@ -127,9 +141,14 @@ def _scale_of_gemma(config: Any) -> float:
     return float(head_dim(config))
 
 
+def _of_all_layers(value: Any) -> Any:
+    """The value that a list has for all layers; other values as they are."""
+    is_one = isinstance(value, list) and len(value) > 0 and value.count(value[0]) == len(value)
+    return value[0] if is_one else value
+
+
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, as float32 stores them; of a list, its largest counts."""
-    one = max(one) if isinstance(one, list) and one else one
-    if one is None or other is None:
-        return one is other
-    return math.isclose(float(one), float(other), rel_tol=1e-6)
+    """Whether two values are equal; numbers as float32 stores them."""
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)

@@ -166,8 +166,8 @@ def dense_config(source: str) -> tuple[Any, Path]:
     family = family_of(config)
     with _valid_config(path):
         rotated = family.traits(meta_model(config)).rotated
-    own = plain if config.model_type == model_type else text or plain
-    require_read(own, config, rotated, path)
+        own = plain if config.model_type == model_type else text or plain
+        require_read(own, config, rotated, path)
     return config, folder
 
 
@@ -200,11 +200,11 @@ def config_of(folder: Path) -> Any:
             f"{path} names code of its own (auto_map), which dotmoe does not run, and Transformers "
             f"knows no model_type {plain['model_type']!r}. Choose a model of a type that it knows."
         )
-    require_rope_numbers(plain, path)
-    require_rope_numbers(plain.get("text_config") or {}, path)
     with _valid_config(path):
+        require_rope_numbers(plain, path)
+        require_rope_numbers(plain.get("text_config") or {}, path)
         config = _read_config(folder, plain)
-    require_known_rope(config, path)
+        require_known_rope(config, path)
     return config
 
 
