@@ -44,7 +44,8 @@ def commands(command, finished, text_file, tmp_path):
             case "convert":
                 return command("convert", folder, out, data=text_file, **TINY_CONVERT)
             case "compare":
-                return command("compare", folder, out, data=text_file, **TINY_CONVERT)
+                how = {"data": text_file, "expert_size": 8, "seq_len": 32}
+                return command("compare", folder, out, eval_tokens=256, **how)
             case "text":
                 return command("evaluate", folder, **text)
             case "generation":
