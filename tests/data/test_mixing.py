@@ -151,8 +151,8 @@ def test_reading_goes_on_where_it_was_stopped(
     monkeypatch.setattr(data, "time", second_by_piece)
     real, seen = data.opened, []
 
-    def breaking(name, *arguments):
-        for number, document in enumerate(real(name, *arguments)):
+    def breaking(name, *arguments, **how):
+        for number, document in enumerate(real(name, *arguments, **how)):
             if breaks[:1] == [number]:
                 breaks.pop(0)
                 raise stop(f"{name} broke.")

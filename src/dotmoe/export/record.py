@@ -231,7 +231,7 @@ def _is_readable(path: Path) -> bool:
         return False
 
 
-def write_model_card(folder: Path, record: ExportRecord, results: Table | None = None) -> None:
+def write_model_card(folder: Path, record: ExportRecord, *results: Table) -> None:
     """Write `README.md`; call it again with results once the exported model has been evaluated."""
     gguf = record.details if "arch" in record.details else None
     kind = ["mixture-of-experts", "moe"] if record.num_experts else []
@@ -251,7 +251,7 @@ def write_model_card(folder: Path, record: ExportRecord, results: Table | None =
         splits=[each | {"units": TARGETS[each["target"]].units_named} for each in splits],
         parameters=_figures("parameters", record.parameters),
         compared=_figures("comparison", record.verification_in_short()),
-        results=None if results is None else to_markdown(results),
+        results="\n\n".join(map(to_markdown, results)),
     )
     write_text(folder / CARD_FILE, text)
 

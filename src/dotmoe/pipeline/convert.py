@@ -70,6 +70,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             wanted = config.calibration_tokens(dense.widths.model)
             if config.repair:
                 wanted = max(wanted, repair_tokens(config.repairing, splits, dense.config))
+            run.answer(dense, wanted)
             run.tokenise(dense, wanted)
             splits = _with_dense_layers(run, dense, splits)
             states = None

@@ -56,6 +56,8 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             dense = raise_on_all_ranks(source.origin)
             splits = splits_in(source.layouts)
             raise_on_all_ranks(lambda: require_exportable(dense, splits, config.export))
+            how = config.finetune
+            run.answer(dense, how.steps * how.batch_size * config.data.seq_len)
             run.tokenise(dense, 0, beside=source.text)
             layouts, blocks = _train(run, dense, source), run.text.training
             steps = config.finetune.schedule(blocks.num_blocks).steps

@@ -20,6 +20,7 @@ from dotmoe.common.distributed import (
     require_equal_shares,
     resolved_device,
 )
+from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.options import values_of
 from dotmoe.common.progress import Progress
@@ -28,6 +29,12 @@ from dotmoe.export.record import ExportRecord, require_checksums, write_model_ca
 from dotmoe.export.write import export
 from dotmoe.measure.evaluate import perplexity
 from dotmoe.measure.evaluate.models import context_of
+from dotmoe.measure.evaluate.own_answers import (
+    DenseStates,
+    on_own_answers,
+    own_answers_table,
+    states_on,
+)
 from dotmoe.measure.inspection.planner import fitting
 from dotmoe.measure.inspection.sizes import Sizes, Step
 from dotmoe.measure.report.page import html_report
@@ -38,18 +45,22 @@ from dotmoe.method.layout import (
     splits_in,
 )
 from dotmoe.method.repair import METRICS, repair
+from dotmoe.models.chat import has_chats
 from dotmoe.models.family import DenseModel
 from dotmoe.models.identity import FINGERPRINT, fingerprint
-from dotmoe.models.load import describe_dense, left_on_disk, trained_model
+from dotmoe.models.load import describe_dense, left_on_disk, load_dense, trained_model
 from dotmoe.models.scoring import loss_of
 from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
+from dotmoe.text.answers import OwnAnswers, own_answers
 from dotmoe.text.blocks import TokenBlocks
-from dotmoe.text.sources import fingerprint_of
-from dotmoe.text.tokenise import OTHER, Text, require_sources, tokenise, write_windows
+from dotmoe.text.sources import PROMPTS, SELF, fingerprint_of, means
+from dotmoe.text.tokenise import NO_ANSWERS, OTHER, Text, require_sources, tokenise, write_windows
 from dotmoe.training.folder import OnStep
 
+_ROUND_OF_FINETUNING = 500
+"""Rounds of own answers from here on are for a finetuning, which reads other ones."""
 CHANCE_TOKENS = 256
 CHANCE_SHARE = 0.9
 """Share of the loss of equal chances, log(vocabulary), from which a model has learned nothing: of a
@@ -76,6 +87,8 @@ class Conversion:
 class Run:
     """A run in progress, with the stages that several commands share."""
 
+    own: OwnAnswers = NO_ANSWERS
+    """What the dense model wrote in this run, set by `answer`."""
     text: Text
     """Training and held-out text, set by `tokenise`."""
     texts: dict[tuple[str, ...], TokenBlocks]
@@ -88,6 +101,7 @@ class Run:
         self.converted: RunConfig = converted or config
         """Config of the conversion, which names the text sources."""
         self.training: ObjectiveConfig = config.finetune if converted else config.align
+        self.is_finetuning = converted is not None
         self.is_rank_zero = is_rank_zero()
         self.progress = progress if progress and self.is_rank_zero else Progress(quiet=True)
         self.folder = RunFolder(Path(config.out), self.progress.log)
@@ -129,6 +143,50 @@ class Run:
             raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
         return broadcast_from_rank_zero(start)
 
+    def answer(self, dense: DenseModel, tokens: int) -> None:
+        """Run the stage in which the dense model writes: `tokens` to fit to, and held-out answers.
+
+        Rank zero alone writes. There is no such stage if a run neither asks nor can be asked.
+        """
+        data, how = self.converted.data, self.config.answers
+        asks = any(means(source, name) for source in data.data for name in (PROMPTS, SELF))
+        if not asks and not has_chats(dense.tokenizer):
+            return
+        if dense.weights == "shards":
+            self._refuse_to_ask(asks=asks)
+            return
+
+        def write(folder: Path) -> None:
+            asked = dense
+            if dense.weights == "meta":  # described alone, as in a finetuning
+                asked = load_dense(dense.source, replace(self.config.load, sharding="replicate"))
+            own = own_answers(
+                asked,
+                data,
+                identity=self.folder.manifest["inputs"]["model"],
+                tokens=how.answer_tokens or tokens,
+                heldout=how.heldout_answers,
+                seed=self.config.seed,
+                first_round=_ROUND_OF_FINETUNING if self.is_finetuning else 0,
+                progress=self.progress,
+            )
+            own.save(folder)
+
+        def make(folder: Path) -> OwnAnswers:
+            broadcast_from_rank_zero(lambda: write(folder))
+            return raise_on_all_ranks(lambda: OwnAnswers.load(folder))
+
+        self.own = self.stage("answers", OwnAnswers.load, make)
+
+    def _refuse_to_ask(self, *, asks: bool) -> None:
+        """Refuse to ask a model whose weights are on several ranks; nothing is measured then."""
+        if asks:
+            raise UserError(
+                "the model writes on one device, and its weights are sharded here. Write its "
+                "answers in a run on one process, and name them: --data RUN/0_answers/fitted.jsonl."
+            )
+        self.progress.log("weights are sharded: the model is not asked, no answers are measured")
+
     def tokenise(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> None:
         """Run the tokenise stage; rank zero alone writes the training and the held-out text."""
         config, data = self.config, self.converted.data
@@ -147,6 +205,7 @@ class Run:
                 eval_tokens=config.eval_tokens,
                 progress=self.progress,
                 beside=beside,
+                own=self.own,
             )
 
         def make(folder: Path) -> Text:
@@ -227,9 +286,11 @@ class Run:
         def measured() -> dict[str, Any]:
             record, exports = ExportRecord.load(exported), {**(earlier or {}), "moe": exported}
             more = dict[str, Any]()
+            taught = dict[str, DenseStates]()
 
             def rest_of_dense() -> None:
                 more.update(measure())
+                taught.update(states_on(dense, self.own))
                 if dense.weights == "memory":
                     dense.model.to("meta")
 
@@ -239,9 +300,14 @@ class Run:
             missing = [f"{said[0].upper()}{said[1:]}." for said in self.text.notes]
             note = " ".join([text, *missing])
             table = replace(perplexity.perplexity_table(results), note=note)
-            write_model_card(exported, record, table)
+            answered = self._on_own_answers(dense, exports, taught)
+            tables = [table]
+            if answered:
+                tables.append(own_answers_table({"this model": answered["moe"]}))
+            write_model_card(exported, record, *tables)
             return {
                 **results,
+                "own_answers": answered,
                 **more,
                 "text_notes": list(self.text.notes),
                 "granularity": to_record(splits_in(layouts)),
@@ -250,6 +316,16 @@ class Run:
             }
 
         self.write_results(measured)
+
+    def _on_own_answers(
+        self, dense: DenseModel, exports: dict[str, Path], taught: dict[str, DenseStates]
+    ) -> dict[str, Any]:
+        """Closeness of exports on held-out answers, by name; empty if there are none."""
+        if not taught:
+            return {}
+        with self.progress.bar("held-out answers") as update:
+            how = self.config.seed, update
+            return on_own_answers(taught, dense.tokenizer, exports, self.own, *how)
 
     def write_results(self, measure: Callable[[], dict[str, Any]]) -> None:
         """Run the evaluate stage: write what `measure` returns, with config and provenance."""

@@ -27,7 +27,7 @@ from dotmoe.method.config import (
 from dotmoe.models.config import LoadConfig
 from dotmoe.rivals.config import BASELINES, BaselineConfig, ComparedName, MethodName, PruningName
 from dotmoe.run import needs as tables
-from dotmoe.text.config import DataConfig
+from dotmoe.text.config import AnswersConfig, DataConfig
 from dotmoe.training.config import TrainingConfig
 
 
@@ -48,6 +48,7 @@ class RunConfig:
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     assignment: AssignmentConfig = field(default_factory=AssignmentConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
@@ -107,6 +108,7 @@ class FinetuneRunConfig:
     """Run folder to write; the checkpoint will be in its `5_export`."""
     data: DataConfig = field(default_factory=DataConfig)
     """Text to train on. Default: the sources of RUN, read as RUN did."""
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)

@@ -41,6 +41,7 @@ from dotmoe.common.options import COMMAND, differences, from_values, identity, v
 from dotmoe.models.source import at_revision
 
 STAGES = {
+    "answers": "0_answers",
     "data": "0_data",
     "dense_layers": "1_dense_layers",
     "calibrate": "1_calibrate",

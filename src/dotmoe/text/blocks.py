@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import DamagedError, Values, read_json, write_json
+from dotmoe.common.files import DamagedError, Values, read_json, save_tensors, write_json
 from dotmoe.common.progress import Update, no_update
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import Continued, cut
-from dotmoe.text.rows import Rendered
+from dotmoe.text.rows import Asking, Rendered
 from dotmoe.text.sources import local_files, opened, sources_of
 
 RUN_TOKENS = 64
@@ -45,9 +45,14 @@ _KEEP_SECONDS = 10
 class TokenBlocks:
     """Documents joined end to end and cut into blocks of equal length."""
 
-    def __init__(self, tokens_BT: Tensor) -> None:
-        """Wrap int32 token ids, [blocks, seq_len]."""
+    def __init__(self, tokens_BT: Tensor, is_answer_BT: Tensor | None = None) -> None:
+        """Wrap int32 token ids, [blocks, seq_len].
+
+        `is_answer_BT`, bool, [blocks, seq_len]: whether a model wrote or would write each token;
+        only these count in the loss of a training. None: all do.
+        """
         self.tokens_BT, self.num_tokens = tokens_BT, tokens_BT.numel()
+        self.is_answer_BT = is_answer_BT
         self.num_blocks, self.seq_len = tokens_BT.shape
 
     def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
@@ -57,20 +62,49 @@ class TokenBlocks:
         same blocks, so a resumed run needs only the step number. `ranks` must divide `batch_size`;
         the parts of all ranks, joined in order, are the batch of a run on one rank.
         """
+        return self.tokens_BT[self._rows_of(step, batch_size, seed, rank, ranks)].long()
+
+    def answers_in_batch(
+        self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1
+    ) -> Tensor | None:
+        """`is_answer_BT` of the blocks that `batch` gives for the same arguments."""
+        if self.is_answer_BT is None:
+            return None
+        return self.is_answer_BT[self._rows_of(step, batch_size, seed, rank, ranks)]
+
+    def _rows_of(self, step: int, batch_size: int, seed: int, rank: int, ranks: int) -> list[int]:
         share = batch_size // ranks
         first, rows = step * batch_size + rank * share, list[int]()
         for position in range(first, first + share):
             epoch, place = divmod(position, self.num_blocks)
             rows.append(int(_permutation(self.num_blocks, seed, epoch)[place]))
-        return self.tokens_BT[rows].long()
+        return rows
 
     def drawn(self, num_tokens: int) -> Tensor:
         """Blocks at equal distances in the text, enough for `num_tokens`: int64, [B, seq_len]."""
+        return self.tokens_BT[self._drawn_rows(num_tokens)].long()
+
+    def answers_drawn(self, num_tokens: int) -> Tensor | None:
+        """`is_answer_BT` of the blocks that `drawn` gives."""
+        if self.is_answer_BT is None:
+            return None
+        return self.is_answer_BT[self._drawn_rows(num_tokens)]
+
+    def _drawn_rows(self, num_tokens: int) -> Tensor:
         rows = min(-(-num_tokens // self.seq_len), self.num_blocks)
-        return self.tokens_BT[torch.arange(rows) * self.num_blocks // rows].long()
+        return torch.arange(rows) * self.num_blocks // rows
+
+    def select(self, rows: Tensor | slice) -> "TokenBlocks":
+        """Some of the blocks: by a slice, their numbers, or a mask of bool."""
+        is_answer_BT = None if self.is_answer_BT is None else self.is_answer_BT[rows]
+        return TokenBlocks(self.tokens_BT[rows], is_answer_BT)
 
     def save(self, path: Path) -> None:
         """Write as one safetensors file; see `block_writer`."""
+        if self.is_answer_BT is not None:
+            tensors = {"tokens": self.tokens_BT, "is_answer": self.is_answer_BT}
+            save_tensors({name: each.contiguous() for name, each in tensors.items()}, path)
+            return
         with block_writer(path, self.seq_len) as writer:
             writer.append(self.tokens_BT.flatten())
 
@@ -79,7 +113,9 @@ class TokenBlocks:
         """Map a file into memory; raises `UserError` if it is missing, damaged or another kind."""
         try:
             with safe_open(path, framework="pt") as file:
-                return cls(file.get_tensor("tokens"))
+                is_marked = "is_answer" in file.keys()  # noqa: SIM118, it is no mapping
+                is_answer_BT = file.get_tensor("is_answer") if is_marked else None
+                return cls(file.get_tensor("tokens"), is_answer_BT)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"{path} cannot be read as token blocks ({error}). Delete it to tokenise again."
@@ -179,8 +215,8 @@ def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
             "needed as held-out text. Give more text, or lower seq_len."
         )
     head = blocks.num_blocks - min(-(-num_tokens // blocks.seq_len), blocks.num_blocks // 2)
-    TokenBlocks(blocks.tokens_BT[head:]).save(tail)
-    TokenBlocks(blocks.tokens_BT[:head]).save(path)
+    blocks.select(slice(head, None)).save(tail)
+    blocks.select(slice(head)).save(path)
 
 
 def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path) -> int:
@@ -193,15 +229,20 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
     Returns the number of blocks left out. Raises `UserError` if none remains, or the disk is full.
     """
     run, seen = _runs(training, heldout)
+    parts = torch.split(training.tokens_BT, _BLOCKS_AT_ONCE)
+    is_kept_B = torch.cat([~torch.isin(_hashes(rows, run), seen).any(dim=1) for rows in parts])
+    left_out = int((~is_kept_B).sum())
+    if left_out == training.num_blocks:
+        raise UserError(
+            f"all {left_out} blocks of training text are part of the held-out text that "
+            "results are measured on. Give other data, or another eval_text."
+        )
+    if training.is_answer_BT is not None:
+        training.select(is_kept_B).save(path)
+        return left_out
     with block_writer(path, training.seq_len) as writer:
-        for rows in torch.split(training.tokens_BT, _BLOCKS_AT_ONCE):
-            writer.append(rows[~torch.isin(_hashes(rows, run), seen).any(dim=1)].flatten())
-        left_out = training.num_blocks - writer.num_tokens // training.seq_len
-        if left_out == training.num_blocks:
-            raise UserError(
-                f"all {left_out} blocks of training text are part of the held-out text that "
-                "results are measured on. Give other data, or another eval_text."
-            )
+        for rows, is_kept in zip(parts, torch.split(is_kept_B, _BLOCKS_AT_ONCE), strict=True):
+            writer.append(rows[is_kept].flatten())
     return left_out
 
 
@@ -274,14 +315,20 @@ def pack(
 
 
 def pack_sources(
-    config: DataConfig, tokenizer: Any, path: Path, max_tokens: int, on_progress: Update = no_update
+    config: DataConfig,
+    tokenizer: Any,
+    path: Path,
+    max_tokens: int,
+    on_progress: Update = no_update,
+    *,
+    answered: bool = False,
 ) -> Record:
     """Tokenise, mix and join sources, and write blocks of `config.seq_len` tokens to a file.
 
     Reads at most `max_tokens` tokens, in constant memory. A stopped process's tokens are kept, if
     no file has changed: the text before them is read again, but not tokenised. Returns a record of
     the text and of each source. Raises `UserError` if the text or `max_tokens` is shorter than one
-    block, or a source cannot be used.
+    block, or a source cannot be used. With `answered`, rows that ask are left out.
     """
     records = [source_record(source, weight) for source, weight in sources_of(config)]
     files = [file for one in records for file in local_files(one["name"])]
@@ -292,7 +339,7 @@ def pack_sources(
         last = records[writer.state["last"]] if writer.state else None
         sources = []
         for one in records:
-            read = _counted(opened(one["name"], config, tokenizer), one)
+            read = _counted(opened(one["name"], config, tokenizer, answered=answered), one)
             sources.append((one, tokenised(read, tokenizer, one["pieces"])))
         for record, ids, _ in joined(sources, tokenizer, last):
             excess = max(0, writer.num_tokens + len(ids) - max_tokens)
@@ -303,14 +350,15 @@ def pack_sources(
                 break
             is_last = [one is record for one in records]
             writer.keep({"sources": records, "last": is_last.index(True)})
-        if writer.num_tokens < config.seq_len:
+        is_only_asking = answered and not writer.num_tokens
+        if writer.num_tokens < config.seq_len and not is_only_asking:
             raise UserError(
                 f"{', '.join(config.data)} has {writer.num_tokens} tokens (read at most: "
                 f"{max_tokens}), too few for a block of {config.seq_len}. Give more text, ask for "
                 "more tokens, or, for training text, lower seq_len."
             )
     for record in records:
-        record["share"] = record["tokens"] / writer.num_tokens
+        record["share"] = record["tokens"] / max(1, writer.num_tokens)
     return {
         "tokens": writer.num_tokens,
         "asked": max_tokens,
@@ -330,7 +378,7 @@ def _counted(documents: Iterable[str], record: Record) -> Iterator[str]:
     """The documents; counts those without text, of all that are read, in the source's record."""
     record["without_text"] = 0  # what a stopped process counted is read again
     for document in documents:
-        if not document:
+        if not document and type(document) is not Asking:
             record["without_text"] += 1
         yield document
 

@@ -7,6 +7,18 @@ from dotmoe.common.options import Shown, above, at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AnswersConfig:
+    """Text that the dense model writes: answers to fit to, and held-out answers to measure on."""
+
+    answer_tokens: Annotated[int | None, at_least(1)] = None
+    """Tokens of the model's own answers, questions included, where the data ask for them. Default:
+    as many as the fit reads."""
+    heldout_answers: Annotated[int, at_least(0)] = 24
+    """Held-out answers of a chat model to measure on: so many to prompts of the kinds that a fit
+    reads, and as many to prompts of other kinds. 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Text to train or calibrate on."""
 
@@ -16,7 +28,10 @@ class DataConfig:
     such files; folders written by `save_to_disk`; `python-stdlib` (the source files of
     this Python's standard library) or `python-stdlib-heldout` (the sixteenth of them that is held
     out); data sets of the `datasets` library, streamed (`allenai/c4:en`: the configuration follows
-    the colon); `dolmino` (the paper's mix, from the hub).
+    the colon); `dolmino` (the paper's mix, from the hub). The model answers `prompts` (some
+    hundred of this package), `self` (the user's turns are its own too; a base model continues from
+    nothing), and rows of local files that ask: a chat that ends with the user's turn, or a field
+    `prompt`. Default: prompts and self.
     `SOURCE@SPLIT#FIELD` sets the split of a `datasets` source or folder (train) and the field of a
     row that holds the text, or a chat as a list of messages (the first of text, content, page,
     passage, document, messages, conversations that says something; else instruction and output)."""

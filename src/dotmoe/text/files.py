@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.text.rows import FIELDS, RowReader, is_message
+from dotmoe.text.rows import FIELDS, Asking, RowReader, is_message
 
 PIECE_CHARACTERS = 1 << 16
 """Maximum number of characters that are tokenised at once; longer documents are cut."""
@@ -66,7 +66,8 @@ def documents_in(source: str, files: list[Path], rows: RowReader) -> Iterator[st
     is_empty = True
     for path in files:
         for document in file_documents(path, rows):
-            is_empty = is_empty and (not document or document.isspace())
+            says_nothing = not document or document.isspace()
+            is_empty = is_empty and says_nothing and type(document) is not Asking
             yield document
     if is_empty:
         raise UserError(f"{source} is empty: it holds no text. Name a source with text in it.")

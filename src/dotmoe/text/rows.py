@@ -23,7 +23,9 @@ INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 """Fields of an Alpaca row, a chat of two turns; they are tried last."""
 _OTHERS_OF_ALPACA = ("system", "history")
 """Fields that LLaMA-Factory adds to an Alpaca row."""
-FIELDS = (*TEXT_FIELDS, *CHAT_FIELDS, INSTRUCTION, INPUT, OUTPUT, *_OTHERS_OF_ALPACA)
+PROMPT = "prompt"
+"""Field of a row that asks: what a user says, as text or as messages. It is tried last."""
+FIELDS = (*TEXT_FIELDS, *CHAT_FIELDS, INSTRUCTION, INPUT, OUTPUT, *_OTHERS_OF_ALPACA, PROMPT)
 """Every field that is read without being named."""
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -43,6 +45,15 @@ class Rendered(str):
     __slots__ = ()
 
 
+class Asking(str):
+    """The empty document of a row that asks: the dense model answers it, it is no text itself."""
+
+    __slots__ = ("messages",)
+
+    messages: "tuple[Message, ...]"
+    """A chat that ends with the user's turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation whose messages were checked: each has a role, and text or tool calls."""
@@ -53,6 +64,11 @@ class Chat:
     def is_blank(self) -> bool:
         """Whether nobody says anything."""
         return all(_is_blank(m["content"]) and not m.get("tool_calls") for m in self.messages)
+
+    @property
+    def asks(self) -> bool:
+        """Whether it ends with the user's turn."""
+        return bool(self.messages) and self.messages[-1]["role"] == "user"
 
 
 def content_of(row: Any, place: str, field: str | None = None) -> str | Chat | None:
@@ -75,7 +91,7 @@ def content_of(row: Any, place: str, field: str | None = None) -> str | Chat | N
     _require_fields(row, place)
     first = next(iter(full_fields(row)), None)
     if first is None:
-        return None
+        return _question(row, place)
     if first == INSTRUCTION:
         return _alpaca(row, place)
     if first in CHAT_FIELDS and isinstance(row[first], str):
@@ -90,14 +106,15 @@ def _require_fields(row: Mapping[str, Any], place: str) -> None:
     """Refuse a row without a field that is read unnamed, or that is a part of a chat."""
     usual = [*TEXT_FIELDS, *CHAT_FIELDS]
     is_alpaca = INSTRUCTION in row and OUTPUT in row
+    asks = not _is_blank(row.get(PROMPT))
     is_part = is_message(row) and full_fields(row) in ([], ["content"])
     if is_part:
         raise UserError(
             f"{place} is one message of a chat. Write a row for each chat, with the list of its "
             "messages, or name the field to read as text: SOURCE#content."
         )
-    if not is_alpaca and not any(name in row for name in usual):
-        wanted = f"any of {', '.join(usual)}, nor {INSTRUCTION} and {OUTPUT}"
+    if not is_alpaca and not asks and not any(name in row for name in usual):
+        wanted = f"any of {', '.join(usual)}, {PROMPT}, nor {INSTRUCTION} and {OUTPUT}"
         raise _no_field(row, place, wanted)
 
 
@@ -210,6 +227,14 @@ def _content(content: Any, place: str) -> str:
     return "".join(texts)
 
 
+def _question(row: Mapping[str, Any], place: str) -> Chat | None:
+    """The chat of a row that asks, None for a row that says nothing."""
+    asked = _value(row.get(PROMPT), f"{PROMPT!r} in {place}")
+    if isinstance(asked, str):
+        return Chat(({"role": "user", "content": asked},))
+    return asked
+
+
 def _alpaca(row: Mapping[str, Any], place: str) -> Chat:
     """An instruction and its output as a chat, the input below the instruction."""
     for name in (INSTRUCTION, INPUT, OUTPUT, *_OTHERS_OF_ALPACA):
@@ -238,6 +263,8 @@ class RowReader(NamedTuple):
     """The field that the user named, if any."""
     tokenizer: Any
     """Renders chats; None: they are refused."""
+    answered: bool = False
+    """Whether the dense model answers rows that ask: then they give `Asking`, else their words."""
 
     def document(self, row: Any, place: str) -> str:
         """The document of a row, with line ends of text mode; empty for a row that says nothing.
@@ -253,6 +280,10 @@ class RowReader(NamedTuple):
         content = content_of(row, place, self.field)
         if content is None:
             return ""
+        if isinstance(content, Chat) and content.asks and self.answered:
+            asking = Asking()
+            asking.messages = content.messages
+            return asking
         if isinstance(content, Chat):
             content = rendered(content, self.tokenizer, place, self.source)
         text = content

@@ -6,6 +6,7 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -19,6 +20,8 @@ from dotmoe.text.folders import FolderData, data_of_folder, files_below, is_save
 from dotmoe.text.rows import RowReader
 
 STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
+SELF, PROMPTS = "self", "prompts"
+"""Sources that ask: user's turns that the model writes itself, and the prompts of this package."""
 _SPLIT = "train"
 """Split of a data set that names none."""
 _LARGE_BYTES = 1 << 32
@@ -37,6 +40,22 @@ DOLMINO_PERCENT = {
     "math": 20.8,
 }
 """Percentage of the tokens that each configuration of the data set contributes."""
+
+
+def means(source: str, name: str) -> bool:
+    """Whether a source is one of this package's by name; an existing file or folder is itself."""
+    return source == name and not _is_there(source)
+
+
+def text_of(config: DataConfig) -> DataConfig:
+    """The config without the sources that only ask, such as `self`."""
+    kept = [
+        number
+        for number, source in enumerate(config.data)
+        if not means(source, SELF) and not means(source, PROMPTS)
+    ]
+    weights = config.data_weights and tuple(config.data_weights[number] for number in kept)
+    return replace(config, data=tuple(config.data[number] for number in kept), data_weights=weights)
 
 
 def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
@@ -80,13 +99,18 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
     return sources
 
 
-def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
-    """Stream the documents of one source as `documents` does; `UserError` if it does not exist."""
+def opened(
+    source: str, config: DataConfig, tokenizer: Any = None, *, answered: bool = False
+) -> Iterator[str]:
+    """Stream the documents of one source as `documents` does; `UserError` if it does not exist.
+
+    With `answered`, rows that ask give `Asking`.
+    """
     name, split, field = _split_name(source)
     path = Path(os.path.expanduser(name))
     if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
         raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
-    rows = RowReader(source, field or None, tokenizer)
+    rows = RowReader(source, field or None, tokenizer, answered)
     data = _local_data(path, split, field)
     is_read_here = name in (STDLIB, STDLIB_HELDOUT) or (data and not data.by_datasets)
     if config.shuffle_buffer and is_read_here:

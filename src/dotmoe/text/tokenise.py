@@ -4,9 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.progress import Progress
 from dotmoe.models.family import DenseModel
+from dotmoe.text.answers import OwnAnswers, num_answer_tokens
 from dotmoe.text.blocks import (
     Record,
     TokenBlocks,
@@ -16,7 +19,8 @@ from dotmoe.text.blocks import (
     write_decontaminated,
 )
 from dotmoe.text.config import DataConfig
-from dotmoe.text.sources import documents, sources_of
+from dotmoe.text.sources import PROMPTS, SELF, documents, means, sources_of, text_of
+from dotmoe.text.whole_chats import whole_chats
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
 OTHER = "other.safetensors"
@@ -24,6 +28,8 @@ OTHER = "other.safetensors"
 _READ_FOR_ONE = 8
 """Tokens read per token drawn from the text: the first documents alone may share one topic."""
 _TOLD = {"training": "training text", "heldout": "held-out text"}
+NO_ANSWERS = OwnAnswers()
+"""Of a run that asks nothing."""
 HELDOUT_FILES = (_HELDOUT, _RECORD)
 """Files in the stage's folder that hold and describe the held-out text."""
 
@@ -88,7 +94,8 @@ def tokens_to_read(trained: int, drawn: int) -> int:
 
 def require_sources(data: DataConfig, eval_text: tuple[str, ...]) -> None:
     """Raise `UserError` for sources that do not exist, before anything is loaded."""
-    sources_of(data)
+    if text_of(data).data or not data.data:
+        sources_of(text_of(data))
     if eval_text:
         documents(_in_order(data, eval_text))
 
@@ -104,11 +111,13 @@ def tokenise(
     eval_tokens: int,
     progress: Progress,
     beside: Text | None = None,
+    own: OwnAnswers = NO_ANSWERS,
 ) -> Text:
     """Write blocks of training and held-out text, and a record of both, into the stage's folder.
 
     `blocks` blocks of training text are read, or more if calibration and repair need `min_tokens`
-    tokens drawn evenly from the whole. The block length is at most the model's context.
+    tokens drawn evenly from the whole. The block length is at most the model's context. With `own`
+    answers to fit to, the training text is these, and as many tokens of the other sources.
 
     The held-out text, at most `eval_tokens` tokens, is `eval_text`; else that of `beside`, the text
     of the run that is finetuned; else the last training blocks. With `beside`, blocks that are part
@@ -120,7 +129,8 @@ def tokenise(
         data = replace(data, seq_len=dense.widths.context)
         progress.log(f"seq_len lowered to {data.seq_len}, the context of the model")
     tokens = tokens_to_read(blocks * data.seq_len, min_tokens)
-    progress.log(f"training text: up to {tokens:,} tokens are read")
+    if not own.fitted:
+        progress.log(f"training text: up to {tokens:,} tokens are read")
     training, heldout, whole = (folder / name for name in (_TRAINING, _HELDOUT, "whole"))
     record: Record = {}
     if eval_text:
@@ -134,12 +144,13 @@ def tokenise(
     else:
         name = ("blocks of the data kept out of training",)
         record["heldout"] = "the last blocks of the same text"
-        record["training"] = _packed(data, dense, training, tokens + eval_tokens, progress)
+        record["training"] = _fitted(data, own, dense, training, tokens + eval_tokens, progress)
         split_off_tail(training, heldout, eval_tokens)
     if beside is not None:
         # The source may contain some of the held-out text, which is left out below.
         avoided = TokenBlocks.load(heldout)
-        record["training"] = _packed(data, dense, whole, tokens + avoided.num_tokens, progress)
+        size = tokens + avoided.num_tokens
+        record["training"] = _fitted(data, own, dense, whole, size, progress)
         record["left_out_blocks"] = left_out = write_decontaminated(
             TokenBlocks.load(whole), avoided, training
         )
@@ -149,18 +160,24 @@ def tokenise(
                 f"{left_out} blocks of training text left out: they are part of the held-out text"
             )
     elif eval_text:
-        record["training"] = _packed(data, dense, training, tokens, progress)
+        record["training"] = _fitted(data, own, dense, training, tokens, progress)
     if eval_text:
         fitted = [TokenBlocks.load(training), *([beside.training] if beside else [])]
         record["overlap"] = max(overlap(blocks, TokenBlocks.load(heldout)) for blocks in fitted)
-        if share := record["overlap"]:
-            told = f"{share:.2%} of {', '.join(name)} is training text: results on it are no test"
-            progress.log(told)
-            name = (*name, f"{share:.2%} of it training text")
+        name = _with_overlap(name, record["overlap"], progress)
     for note in notes_on(record):
         progress.log(note)
     write_json(folder / _RECORD, {**record, "heldout_name": name})
     return Text.load(folder)
+
+
+def _with_overlap(name: tuple[str, ...], share: float, progress: Progress) -> tuple[str, ...]:
+    """The name of held-out text, with the share of it that is training text, if any is."""
+    if not share:
+        return name
+    told = f"{share:.2%} of {', '.join(name)} is training text: results on it are no test"
+    progress.log(told)
+    return (*name, f"{share:.2%} of it training text")
 
 
 def write_windows(
@@ -183,11 +200,88 @@ def _windows(sources: tuple[str, ...], data: DataConfig, dense: DenseModel) -> D
     return replace(_in_order(data, sources), seq_len=min(2048, dense.widths.context))
 
 
+def _fitted(
+    data: DataConfig,
+    own: OwnAnswers,
+    dense: DenseModel,
+    path: Path,
+    tokens: int,
+    progress: Progress,
+) -> Record:
+    """Write blocks of the text to fit to: of sources, at most `tokens`; with own answers, of both.
+
+    Blocks of chats and blocks of text are spread evenly, so that any part has both.
+    """
+    text = text_of(data)
+    if not own.fitted:
+        return _packed(text, dense, path, tokens, progress)
+    chats = TokenBlocks(*whole_chats(own.fitted, data.seq_len))
+    record: Record = {
+        "tokens": chats.num_tokens,
+        "seq_len": data.seq_len,
+        "sources": [_of_answers(own, chats)],
+    }
+    if not text.data:
+        chats.save(path)
+        return record
+    of_text = path.with_name(f"{path.name}.text")
+    wanted = max(data.seq_len, round(_text_per_chat(data) * chats.num_tokens))
+    packed = _packed(text, dense, of_text, wanted, progress, answered=True)
+    texts = TokenBlocks.load(of_text)
+    _spread(chats, texts).save(path)
+    of_text.unlink()
+    total = chats.num_tokens + texts.num_tokens
+    sources = record["sources"] + packed["sources"]
+    for source in sources:
+        source["share"] = source["tokens"] / total
+    return {**packed, "tokens": total, "asked": wanted + chats.num_tokens, "sources": sources}
+
+
+def _of_answers(own: OwnAnswers, chats: TokenBlocks) -> Record:
+    return {
+        "name": "own answers",
+        "weight": None,
+        "share": 1.0,
+        "tokens": chats.num_tokens,
+        "documents": len(own.fitted),
+        "answer_tokens": num_answer_tokens(own.fitted),
+        "finished": sum(answer.finished for answer in own.fitted),
+    }
+
+
+def _text_per_chat(data: DataConfig) -> float:
+    """Tokens of text for each token of own answers: as the weights say, else 1."""
+    if not data.data_weights:
+        return 1.0
+    pairs = list(zip(data.data, data.data_weights, strict=True))
+    asking = sum(w for name, w in pairs if means(name, SELF) or means(name, PROMPTS))
+    of_text = sum(w for _, w in pairs) - asking
+    return of_text / asking if asking else 1.0
+
+
+def _spread(chats: TokenBlocks, texts: TokenBlocks) -> TokenBlocks:
+    """Both kinds of blocks, each at equal distances over the whole; every token of text counts."""
+    places = [torch.arange(1, 2 * each.num_blocks, 2) / each.num_blocks for each in (chats, texts)]
+    order_B = torch.cat(places).argsort(stable=True)
+    marks_BT = torch.ones(texts.tokens_BT.shape, dtype=torch.bool)
+    assert chats.is_answer_BT is not None, "chats are marked"
+    return TokenBlocks(
+        torch.cat([chats.tokens_BT, texts.tokens_BT])[order_B],
+        torch.cat([chats.is_answer_BT, marks_BT])[order_B],
+    )
+
+
 def _packed(
-    data: DataConfig, dense: DenseModel, path: Path, tokens: int, progress: Progress
+    data: DataConfig,
+    dense: DenseModel,
+    path: Path,
+    tokens: int,
+    progress: Progress,
+    *,
+    answered: bool = False,
 ) -> Record:
     with progress.bar("tokenise", tokens=1) as update:
-        return pack_sources(data, dense.tokenizer, path, tokens, update)
+        return pack_sources(data, dense.tokenizer, path, tokens, update, answered=answered)
 
 
 def _in_order(data: DataConfig, sources: tuple[str, ...]) -> DataConfig:

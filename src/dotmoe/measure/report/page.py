@@ -18,6 +18,7 @@ from dotmoe.common.tables import (
     without_html,
 )
 from dotmoe.measure.evaluate.difference import times_perplexity
+from dotmoe.measure.evaluate.own_answers import own_answers_table
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.results import RunResults
 from dotmoe.measure.report.sections import Blocks, in_short, overview, sections
@@ -76,6 +77,8 @@ def _shown(run: RunResults) -> dict[str, Any]:
     results, counts = run.results, run.results["parameters"]
     said = in_short(results["moe"], results["dense"], counts)
     first: Blocks = [said, overview(run.models, counts)]
+    if run.own_answers:
+        first.append(own_answers_table(run.own_answers))
     changed = f", {run.name}," if run.is_finetuned or run.is_repaired else ""
     title = f"{run.dense_model}{changed} as a Mixture-of-Experts"
     return {"title": title, "first": first, "sections": sections(run)}
@@ -84,8 +87,9 @@ def _shown(run: RunResults) -> dict[str, Any]:
 def summary(run: Path) -> RenderableType:
     """What `dotmoe convert` and `dotmoe finetune` print when they finish."""
     results = RunResults(run)
-    said, table = _shown(results)["first"]
-    return Group(to_rich(table), Text(f"\n{said}"), *_what_next(results))
+    said, *tables = _shown(results)["first"]
+    shown = (to_rich(table) for table in tables)
+    return Group(*shown, Text(f"\n{said}"), *_what_next(results))
 
 
 def _what_next(results: RunResults) -> list[RenderableType]:

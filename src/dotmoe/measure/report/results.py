@@ -104,6 +104,12 @@ class RunResults:
         }
         return {name: result for name, result in results.items() if result}
 
+    @property
+    def own_answers(self) -> Values:
+        """Closeness on held-out answers of the dense model, by the names of the report."""
+        measured = self.results.get("own_answers", {})
+        return {self.name if name == "moe" else name: each for name, each in measured.items()}
+
     def named(self, result: Values) -> Values:
         """A measurement with its one or two models named as the report names them."""
         dense = dict.fromkeys((self.dense_model, self.dense_model.partition("@")[0]), "dense")

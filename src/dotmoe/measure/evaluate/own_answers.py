@@ -1,0 +1,233 @@
+"""Closeness to the dense model on held-out answers that it wrote itself."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from dotmoe.common.files import Values
+from dotmoe.common.progress import Update, no_update
+from dotmoe.common.tables import Table, percent, table_of
+from dotmoe.measure.evaluate.difference import error_over, nats_with_error
+from dotmoe.models.chat import end_tokens
+from dotmoe.models.family import DenseModel, Readout, readout_of
+from dotmoe.models.load import load_weights
+from dotmoe.models.sampling import continuations
+from dotmoe.models.scoring import hidden_states, logits_in_parts
+from dotmoe.text.answers import ALIKE, ANSWERS, OTHERS, Answer, OwnAnswers
+from dotmoe.training.losses import head_of
+
+_TOKENS_AT_ONCE = 4096
+
+
+class _Sums(NamedTuple):
+    """Sums over the tokens of one answer."""
+
+    kl: float
+    same: int
+    """Tokens at which both models have the same most likely one."""
+    dense_nats: float
+    """Cross-entropy of the answer under the dense model."""
+    other_nats: float
+    tokens: int
+
+
+class DenseStates(NamedTuple):
+    """What the dense model says of each answer's tokens, without the model."""
+
+    hidden: list[Tensor]
+    """Of each answer, the head's inputs that predict its tokens: [T, D]."""
+    head: Any
+    """From these to the head's product; it stays when the weights leave memory."""
+    readout: Readout
+
+
+@torch.no_grad()
+def states_of(dense: DenseModel, answers: Sequence[Answer]) -> DenseStates:
+    """The dense model's states on answers; they stay when its weights leave memory."""
+    hidden = dict[int, Tensor]()
+    for numbers in _batches(answers):
+        states = _predicting(dense.model, [answers[number] for number in numbers])
+        hidden.update(zip(numbers, states, strict=True))
+    ordered = [hidden[number] for number in range(len(answers))]
+    model: Any = dense.model
+    head: Any = model.get_output_embeddings()
+    if dense.weights == "memory":  # else the module reads its weight from disk, again and again
+        head = partial(linear, weight=head_of(dense).detach())
+    return DenseStates(ordered, head, readout_of(dense.config))
+
+
+def states_on(dense: DenseModel, own: OwnAnswers) -> dict[str, DenseStates]:
+    """`states_of` both sets of held-out answers, by name, of those that there are."""
+    sets = {name: getattr(own, name) for name in (ALIKE, OTHERS)}
+    return {name: states_of(dense, answers) for name, answers in sets.items() if answers}
+
+
+@torch.no_grad()
+def measure_closeness(
+    dense: DenseStates, other: Any, answers: Sequence[Answer], on_progress: Update = no_update
+) -> Values:
+    """How close a model is to the dense one, teacher forced over answers of the dense one.
+
+    Returns:
+        `kl`, the mean of KL(dense || other) over answer tokens in nats, and `kl_stderr` over
+        answers; `answer_kls` and `answer_tokens` of each answer, to pair two models; `top1`, the
+        share of tokens with the same most likely one; `times_dense`, the ratio of perplexities of
+        the answers; numbers of `answers` and `tokens`.
+    """
+    of_answer = dict[int, _Sums]()
+    for numbers in _batches(answers):
+        states = _predicting(other, [answers[number] for number in numbers])
+        for number, other_TD in zip(numbers, states, strict=True):
+            of_answer[number] = _compared(dense, number, other, other_TD, answers[number])
+        on_progress(len(of_answer), len(answers))
+    rows = [of_answer[number] for number in range(len(answers))]
+    counts = [row.tokens for row in rows]
+    total = sum(counts)
+    means = [row.kl / row.tokens for row in rows]
+    lost = sum(row.other_nats - row.dense_nats for row in rows)
+    return {
+        "kl": sum(row.kl for row in rows) / total,
+        "kl_stderr": error_over(means, counts),
+        "top1": sum(row.same for row in rows) / total,
+        "times_dense": math.exp(lost / total),
+        "answers": len(rows),
+        "tokens": total,
+        "answer_kls": [round(mean, 6) for mean in means],
+        "answer_tokens": counts,
+    }
+
+
+def _batches(answers: Sequence[Answer]) -> Iterator[list[int]]:
+    """Numbers of answers of similar length, a few thousand tokens together."""
+    batch = list[int]()
+    for number in sorted(range(len(answers)), key=lambda number: len(answers[number].ids)):
+        if batch and (len(batch) + 1) * len(answers[number].ids) > _TOKENS_AT_ONCE:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+def _predicting(model: Any, answers: Sequence[Answer]) -> Iterator[Tensor]:
+    """The head's inputs that predict each answer's tokens, [T, D].
+
+    Shorter chats are filled up behind their end, where nothing reads.
+    """
+    longest = max(len(answer.ids) for answer in answers)
+    tokens_BT = torch.tensor([[*a.ids, *[0] * (longest - len(a.ids))] for a in answers])
+    hidden_BTD = hidden_states(model, tokens_BT[:, :-1])
+    for row, answer in enumerate(answers):
+        yield hidden_BTD[row, answer.answer_start - 1 : len(answer.ids) - 1].clone()
+
+
+def _compared(
+    dense: DenseStates, number: int, other: Any, other_TD: Tensor, answer: Answer
+) -> _Sums:
+    """Sums over the tokens of one answer."""
+    label_T = torch.tensor(answer.ids[answer.answer_start :], device=other_TD.device)
+    kl, same, dense_nats, other_nats = 0.0, 0, 0.0, 0.0
+    for part, other_TV in logits_in_parts(other, other_TD):
+        dense_TV = dense.readout.logits(dense.head(dense.hidden[number][part]))
+        dense_log_TV, other_log_TV = dense_TV.log_softmax(1), other_TV.log_softmax(1)
+        kl += float((dense_log_TV.exp() * (dense_log_TV - other_log_TV)).sum())
+        same += int((dense_TV.argmax(1) == other_TV.argmax(1)).sum())
+        label_T1 = label_T[part, None]
+        dense_nats -= float(dense_log_TV.gather(1, label_T1).sum())
+        other_nats -= float(other_log_TV.gather(1, label_T1).sum())
+    return _Sums(kl, same, dense_nats, other_nats, len(label_T))
+
+
+def share_that_ends(
+    model: Any,
+    tokenizer: Any,
+    answers: Sequence[Answer],
+    seed: int,
+    on_progress: Update = no_update,
+) -> Values:
+    """Share of the questions that a model answers to an end, by the draws of the dense model.
+
+    Returns `ended`, and `dense_ended`, the share of the dense model's `answers`; their difference
+    `more_unfinished` with its standard error `more_unfinished_stderr` over questions; and the
+    longest answer, `new_tokens`.
+    """
+    prompts = [answer.ids[: answer.answer_start] for answer in answers]
+    ends, done = end_tokens(model, tokenizer), dict[int, bool]()
+    for made in continuations(model, prompts, ANSWERS, ends, seed=seed):
+        done[made.number] = made.finished
+        on_progress(len(done), len(prompts))
+    number = len(answers)
+    lost = [int(answer.finished) - int(done[place]) for place, answer in enumerate(answers)]
+    return {
+        "ended": sum(done.values()) / number,
+        "dense_ended": sum(answer.finished for answer in answers) / number,
+        "more_unfinished": sum(lost) / number,
+        "more_unfinished_stderr": error_over(lost, [1] * number),
+        "new_tokens": ANSWERS.new_tokens,
+    }
+
+
+def on_own_answers(
+    taught: Mapping[str, DenseStates],
+    tokenizer: Any,
+    exports: Mapping[str, Path],
+    own: OwnAnswers,
+    seed: int,
+    on_progress: Update = no_update,
+) -> Values:
+    """`measure_closeness` of each export, by its name, on the sets of held-out answers.
+
+    `taught` are the dense model's states on these, its weights need not be in memory. The last
+    export also answers the questions itself: see `share_that_ends`. `seed` is that of the dense
+    model's answers.
+    """
+    known_TD = next(iter(taught.values())).hidden[0]
+    results = dict[str, Values]()
+    for name, folder in exports.items():
+        model: Any = load_weights(folder, known_TD.dtype).to(known_TD.device)
+        results[name] = {
+            kind: measure_closeness(states, model, getattr(own, kind), on_progress)
+            for kind, states in taught.items()
+        }
+        if name == list(exports)[-1]:
+            for kind in taught:
+                how = getattr(own, kind), seed, on_progress
+                results[name][kind] |= share_that_ends(model, tokenizer, *how)
+        del model  # free it before the next one is loaded
+    return results
+
+
+def own_answers_table(results: Mapping[str, Values]) -> Table:
+    """Table of exports, by name, on held-out answers of the dense model; see `on_own_answers`."""
+    kinds = {ALIKE: "prompts as fitted", OTHERS: "other prompts"}
+    rows = [
+        values | {"model": name, "kind": kinds[kind]}
+        for name, each in results.items()
+        for kind, values in each.items()
+    ]
+    return table_of(
+        rows,
+        {
+            "model": lambda row: row["model"],
+            "held-out answers to": lambda row: row["kind"],
+            "KL per token": lambda row: nats_with_error(row["kl"], row["kl_stderr"], ".3f"),
+            "same top token": lambda row: percent(row["top1"]),
+            "times dense": lambda row: f"{row['times_dense']:.3f}",
+            "answers that end": _shown_ends,
+        },
+        title="On answers that the dense model wrote itself",
+        note="KL(dense || model) in nats per answer token. Answers that end: within "
+        f"{ANSWERS.new_tokens} tokens, and of the dense model.",
+    )
+
+
+def _shown_ends(row: Values) -> str | None:
+    if "ended" not in row:
+        return None
+    return f"{percent(row['ended'])} of {percent(row['dense_ended'])}"

@@ -1,0 +1,162 @@
+"""Many continuations at once: rows that are finished leave the batch, so none waits for another.
+
+`generate` of Transformers computes every row until the longest one ends, samples over the whole
+vocabulary, and on a CPU copies the head for each row of a prompt: `benchmarks/sampling.py`.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from dotmoe.models.family import readout_of
+
+_LEAVE_AT = 8
+"""A batch is cut down when one row in so many has finished: cutting copies its cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: float = 0.7
+    """0 takes the most likely token."""
+    top_k: int = 40
+    """Number of most likely tokens to draw from."""
+    new_tokens: int = 512
+    """Longest continuation."""
+    rows: int = 64
+    """Continuations that grow at once."""
+
+
+class Continuation(NamedTuple):
+    """Token ids that continue one prompt."""
+
+    number: int
+    """Place of the prompt in the list."""
+    ids: list[int]
+    """New ids, with the end token if there is one."""
+    finished: bool
+    """Whether it ended by itself, before `new_tokens`."""
+
+
+@torch.no_grad()
+def continuations(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    how: Sampling,
+    ends: Collection[int],
+    *,
+    seed: int = 0,
+    on_tokens: Callable[[int], None] = lambda new: None,
+) -> Iterator[Continuation]:
+    """Continue each prompt until a token of `ends`; yields a batch of rows when its last is done.
+
+    Prompts of similar length share a batch. What is drawn for a prompt depends on `seed` and its
+    place in the list, not on the rows beside it, but for rounding. `on_tokens` gets the number of
+    new tokens after each step.
+    """
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    for start in range(0, len(order), how.rows):
+        numbers = order[start : start + how.rows]
+        yield from _batch(model, {n: prompts[n] for n in numbers}, how, set(ends), seed, on_tokens)
+
+
+def _batch(
+    model: Any,
+    prompts: dict[int, Sequence[int]],
+    how: Sampling,
+    ends: set[int],
+    seed: int,
+    on_tokens: Callable[[int], None],
+) -> Iterator[Continuation]:
+    """Continue prompts, by number, side by side."""
+    growing = _Growing(model, prompts, how, seed)
+    grown: dict[int, list[int]] = {number: [] for number in prompts}
+    finished = set[int]()
+    for _ in range(how.new_tokens):
+        tokens = growing.step()
+        for number, token in zip(growing.numbers, tokens, strict=True):
+            if number in finished:
+                continue
+            grown[number].append(token)
+            if token in ends:
+                finished.add(number)
+        on_tokens(len(growing.numbers))
+        left = [place for place, number in enumerate(growing.numbers) if number not in finished]
+        if not left:
+            break
+        if len(growing.numbers) - len(left) >= max(1, len(growing.numbers) // _LEAVE_AT):
+            growing.keep(left)
+    for number in prompts:
+        yield Continuation(number, grown[number], number in finished)
+
+
+class _Growing:
+    """Rows of one batch: what they have read, as a cache, and the tokens to read next."""
+
+    def __init__(
+        self, model: Any, prompts: dict[int, Sequence[int]], how: Sampling, seed: int
+    ) -> None:
+        self.numbers = list(prompts)
+        self._model, self._base, self._how = model, model.base_model, how
+        self._readout, self._head = readout_of(self._base.config), model.get_output_embeddings()
+        self._device = next(model.parameters()).device
+        self._cache = DynamicCache(config=model.config)
+        # Renamed in Transformers 5.24.
+        names = inspect.signature(self._base.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._generators = {n: torch.Generator().manual_seed(_seed_of(seed, n)) for n in prompts}
+        longest = max(map(len, prompts.values()))
+        blanks = [longest - len(prompt) for prompt in prompts.values()]
+        padded = [[0] * blank + list(p) for blank, p in zip(blanks, prompts.values(), strict=True)]
+        self._tokens_BT = torch.tensor(padded, device=self._device)
+        place_T = torch.arange(longest, device=self._device)
+        blank_B1 = torch.tensor(blanks, device=self._device)[:, None]
+        self._is_read_BT = (place_T >= blank_B1).long()
+        self._position_BT = (place_T - blank_B1).clamp_min(0)
+
+    def step(self) -> list[int]:
+        """Read the tokens at hand and draw the next one of each row."""
+        output = self._base(
+            input_ids=self._tokens_BT,
+            attention_mask=self._is_read_BT,
+            position_ids=self._position_BT,
+            use_cache=True,
+            **{self._cache_name: self._cache},
+        )
+        hidden_BD = output.last_hidden_state[:, -1].contiguous()
+        chosen_B1 = self._drawn(self._readout.logits(self._head(hidden_BD)))[:, None]
+        self._tokens_BT = chosen_B1
+        self._position_BT = self._position_BT[:, -1:] + 1
+        self._is_read_BT = torch.cat([self._is_read_BT, torch.ones_like(chosen_B1)], dim=1)
+        tokens: list[int] = chosen_B1[:, 0].tolist()
+        return tokens
+
+    def keep(self, places: list[int]) -> None:
+        """Go on with some of the rows."""
+        place_B = torch.tensor(places, device=self._device)
+        self._cache.batch_select_indices(place_B)
+        self._tokens_BT = self._tokens_BT[place_B]
+        self._position_BT = self._position_BT[place_B]
+        self._is_read_BT = self._is_read_BT[place_B]
+        self.numbers = [self.numbers[place] for place in places]
+
+    def _drawn(self, logits_BV: Tensor) -> Tensor:
+        """A token of each row: the largest of logit / temperature + Gumbel noise, of the top k."""
+        if not self._how.temperature:
+            return logits_BV.argmax(dim=1)
+        top_k = min(self._how.top_k, logits_BV.shape[1])
+        logit_BK, token_BK = logits_BV.topk(top_k, dim=1)
+        draws = [torch.rand(top_k, generator=self._generators[number]) for number in self.numbers]
+        noise_BK = -(-torch.stack(draws).clamp_min(1e-30).log()).log()
+        score_BK = logit_BK / self._how.temperature + noise_BK.to(self._device)
+        return token_BK.gather(1, score_BK.argmax(dim=1, keepdim=True))[:, 0]
+
+
+def _seed_of(seed: int, number: int) -> int:
+    return seed * 1_000_003 + number

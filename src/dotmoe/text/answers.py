@@ -1,0 +1,415 @@
+"""Own answers: what the dense model is asked, its answers, and the files that keep both.
+
+A chat model never writes books or encyclopedias. What is fitted to such text loses its answers, so
+the dense model writes the text that it is fitted to (docs/guides/text.md).
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from importlib.resources import files
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock
+
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import write_text
+from dotmoe.common.progress import Progress, Update, no_update
+from dotmoe.models.chat import asked, end_tokens, has_chats, user_opening
+from dotmoe.models.family import DenseModel
+from dotmoe.models.sampling import Sampling, continuations
+from dotmoe.text.config import DataConfig
+from dotmoe.text.rows import Asking, Message
+from dotmoe.text.sources import PROMPTS, SELF, local_files, means, opened
+
+Kept = TypeVar("Kept")
+
+HELD_OUT = 8
+"""One prompt in so many is held out: its answers are measured on and never fitted."""
+ANSWERS = Sampling()
+"""How a model answers: as its makers advise for most."""
+TURNS = Sampling(temperature=1.0, top_k=100, new_tokens=160)
+"""How a model writes the user's turns: with more variety than its answers."""
+FREE = Sampling(temperature=1.0, top_k=1_000)
+"""How a base model writes from nothing."""
+FITTED, ALIKE, OTHERS = "fitted", "alike", "others"
+"""Answers to fit to; held-out ones to prompts of the same kinds; and of kinds that no fit reads."""
+_AT_ONCE = 128
+_SHORTEST_TURN = 4  # tokens
+_ROUNDS = 4
+"""How often the same prompts are answered, if that takes to get the tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A chat that ends with the user's turn."""
+
+    messages: tuple[Message, ...]
+    kind: str = ""
+    """What it asks for, such as `maths`."""
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether answers to it are for measuring: decided by its words, so alike in every run."""
+        words = json.dumps(self.messages, sort_keys=True, ensure_ascii=False)
+        return sha256(words.encode()).digest()[0] % HELD_OUT == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A chat whose last message the model wrote."""
+
+    messages: tuple[Message, ...]
+    kind: str
+    ids: tuple[int, ...]
+    """Token ids of the whole chat, those of the answer as they were drawn."""
+    answer_start: int
+    """Place in `ids` of the answer's first token."""
+    finished: bool
+    """Whether the answer ended by itself; else it was cut."""
+    text: str = ""
+    """What a base model wrote, which has no messages."""
+
+
+# --- questions ---------------------------------------------------------------------------------
+
+
+def question(prompt: str, kind: str = "") -> Question:
+    """A question of one user's message."""
+    return Question(messages=({"role": "user", "content": prompt},), kind=kind)
+
+
+def own_prompts(name: str) -> list[Question]:
+    """Prompts of this package: `asked`, to fit to, or `heldout`, of kinds that no fit reads."""
+    text = files("dotmoe.text").joinpath(f"prompts/{name}.jsonl").read_text(encoding="utf-8")
+    rows = (json.loads(line) for line in text.splitlines())
+    return [question(row["prompt"], row["kind"]) for row in rows]
+
+
+def questions_in(data: DataConfig, tokenizer: Any) -> list[Question]:
+    """The prompts of this package, if `prompts` is a source, and rows of local files that ask."""
+    found = list[Question]()
+    for source in data.data:
+        if means(source, PROMPTS):
+            found += own_prompts("asked")
+        elif not means(source, SELF) and local_files(source):
+            read = opened(source, data, tokenizer, answered=True)
+            found += [Question(messages=each.messages) for each in read if type(each) is Asking]
+    return found
+
+
+def own_turns(dense: DenseModel, seed: int) -> Iterator[Question]:
+    """User's turns that the model writes after its template's bare opening, without end or repeats.
+
+    Turns that do not end within `TURNS.new_tokens`, or hardly begin, are left out.
+    """
+    tokenizer, seen = dense.tokenizer, set[str]()
+    opening, ends = user_opening(tokenizer), end_tokens(dense.model, tokenizer)
+    while True:
+        several = [opening] * _AT_ONCE
+        for turn in continuations(dense.model, several, TURNS, ends, seed=seed):
+            text = tokenizer.decode(turn.ids[:-1]).strip()
+            if turn.finished and len(turn.ids) > _SHORTEST_TURN and text not in seen:
+                seen.add(text)
+                yield question(text, SELF)
+        seed += 1
+
+
+# --- answers -----------------------------------------------------------------------------------
+
+
+def write_answers(
+    dense: DenseModel,
+    questions: Sequence[Question],
+    path: Path,
+    how: Sampling = ANSWERS,
+    *,
+    seed: int,
+    on_progress: Update = no_update,
+) -> list[Answer]:
+    """Answer questions with the dense model, and write the chats as one JSON object per line.
+
+    A stopped process's answers are kept in `PATH.parts`: the same call goes on after them. Progress
+    is in questions. Raises `UserError` if the model has no chat template, or refuses a question.
+    """
+    parts = path.with_name(path.name + ".parts")
+    done = dict(_rows_of(parts))
+    left = [number for number in range(len(questions)) if number not in done]
+    prompts = [asked(dense.tokenizer, questions[number].messages) for number in left]
+    ends = end_tokens(dense.model, dense.tokenizer)
+    with parts.open("a", encoding="utf-8") as file:
+        for new in continuations(dense.model, prompts, how, ends, seed=seed):
+            number, prompt = left[new.number], prompts[new.number]
+            answer = _answer(dense.tokenizer, questions[number], prompt, new.ids, new.finished)
+            done[number] = answer
+            file.write(json.dumps({"number": number} | asdict(answer), ensure_ascii=False) + "\n")
+            file.flush()
+            on_progress(len(done), len(questions))
+    answers = [done[number] for number in range(len(questions))]
+    save_answers(answers, path)
+    parts.unlink()
+    return answers
+
+
+def save_answers(answers: Sequence[Answer], path: Path) -> None:
+    """Write chats as one JSON object per line."""
+    lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+    write_text(path, "".join(lines))
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """The chats that `save_answers` wrote."""
+    with path.open(encoding="utf-8") as file:
+        return [_from_row(json.loads(line)) for line in file]
+
+
+def num_answer_tokens(answers: Sequence[Answer]) -> int:
+    """Number of tokens that the model wrote."""
+    return sum(len(answer.ids) - answer.answer_start for answer in answers)
+
+
+def num_chat_tokens(answers: Sequence[Answer]) -> int:
+    """Number of tokens of the chats, questions included."""
+    return sum(len(answer.ids) for answer in answers)
+
+
+def _answer(
+    tokenizer: Any, asking: Question, prompt: list[int], new: list[int], finished: bool
+) -> Answer:
+    text = tokenizer.decode(new[:-1] if finished else new)
+    messages = (*asking.messages, {"role": "assistant", "content": text})
+    ids = (*prompt, *new)
+    return Answer(
+        messages=messages, kind=asking.kind, ids=ids, answer_start=len(prompt), finished=finished
+    )
+
+
+def _rows_of(parts: Path) -> Iterator[tuple[int, Answer]]:
+    """Numbers and answers that a stopped process wrote, without a line that it did not finish."""
+    if not parts.is_file():
+        return
+    whole, _, rest = parts.read_bytes().rpartition(b"\n")
+    if rest:
+        parts.write_bytes(whole + b"\n" if whole else b"")
+    for line in whole.splitlines():
+        row = json.loads(line)
+        yield row.pop("number"), _from_row(row)
+
+
+def _from_row(row: dict[str, Any]) -> Answer:
+    return Answer(**row | {"messages": tuple(row["messages"]), "ids": tuple(row["ids"])})
+
+
+def write_continuations(
+    dense: DenseModel, number: int, path: Path, *, seed: int, on_progress: Update = no_update
+) -> list[Answer]:
+    """Texts that a base model writes from nothing: after its BOS, or after the end of a text."""
+    tokenizer, made = dense.tokenizer, list[Answer]()
+    start = tokenizer.bos_token_id
+    if start is None:
+        start = tokenizer.eos_token_id
+    if start is None:
+        raise UserError(
+            "the model has neither chat template nor BOS nor EOS to start from. Give it text: "
+            "--data FILE."
+        )
+    how = replace(FREE, new_tokens=min(FREE.new_tokens, dense.widths.context - 1))
+    ends = end_tokens(dense.model, tokenizer)
+    for new in continuations(dense.model, [[start]] * number, how, ends, seed=seed):
+        ids, text = (start, *new.ids), tokenizer.decode(new.ids, skip_special_tokens=True)
+        made.append(
+            Answer(
+                messages=(),
+                kind=SELF,
+                ids=ids,
+                answer_start=1,
+                finished=new.finished,
+                text=text,
+            )
+        )
+        on_progress(len(made), number)
+    save_answers(made, path)
+    return made
+
+
+# --- the answers of a run ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnAnswers:
+    """The dense model's answers in a run: those to fit to, and held-out ones to measure on."""
+
+    fitted: tuple[Answer, ...] = ()
+    alike: tuple[Answer, ...] = ()
+    """Held out: answers to prompts of the kinds that a fit reads."""
+    others: tuple[Answer, ...] = ()
+    """Held out: answers to prompts of kinds that no fit reads."""
+
+    @classmethod
+    def load(cls, folder: Path) -> "OwnAnswers":
+        """Read what `OwnAnswers.save` wrote."""
+        sets = {}
+        for name in (FITTED, ALIKE, OTHERS):
+            path = folder / f"{name}.jsonl"
+            sets[name] = tuple(read_answers(path)) if path.is_file() else ()
+        return cls(**sets)
+
+    def save(self, folder: Path) -> None:
+        """Write a file for each set that is not empty."""
+        for name in (FITTED, ALIKE, OTHERS):
+            if answers := getattr(self, name):
+                save_answers(answers, folder / f"{name}.jsonl")
+
+
+class Answering:
+    """A dense model that is asked; its answers are cached, so that another run finds them.
+
+    `identity` is the fingerprint of the model.
+    """
+
+    def __init__(self, dense: DenseModel, identity: str, seed: int, progress: Progress) -> None:
+        self._dense, self._seed, self._progress = dense, seed, progress
+        dtype = next(dense.model.parameters()).dtype
+        self._identity = f"{identity} {dtype}"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        self._cache = cache / "dotmoe" / "answers"
+
+    def answers(self, questions: Sequence[Question], seed: int, title: str) -> list[Answer]:
+        """Answers to questions."""
+
+        def write(path: Path) -> list[Answer]:
+            with self._progress.bar(title) as update:
+                return write_answers(self._dense, questions, path, seed=seed, on_progress=update)
+
+        asked_for = [question.messages for question in questions]
+        return self._cached((seed, asked_for, asdict(ANSWERS)), write, read_answers)
+
+    def continuations(self, number: int, seed: int, title: str) -> list[Answer]:
+        """Texts of a base model."""
+
+        def write(path: Path) -> list[Answer]:
+            with self._progress.bar(title) as update:
+                return write_continuations(self._dense, number, path, seed=seed, on_progress=update)
+
+        return self._cached((seed, number, asdict(FREE)), write, read_answers)
+
+    def turns(self, number: int, seed: int) -> list[Question]:
+        """User's turns that the model writes."""
+
+        def write(path: Path) -> list[Question]:
+            self._progress.log(f"{number} questions are written by the model itself")
+            turns = list(islice(own_turns(self._dense, seed), number))
+            write_text(path, json.dumps([asdict(turn) for turn in turns], ensure_ascii=False))
+            return turns
+
+        def read(path: Path) -> list[Question]:
+            rows = json.loads(path.read_text(encoding="utf-8"))
+            return [Question(messages=tuple(row["messages"]), kind=row["kind"]) for row in rows]
+
+        return self._cached((seed, number, asdict(TURNS)), write, read)
+
+    def fitted(
+        self, questions: Sequence[Question], tokens: int, *, itself: bool, first_round: int = 0
+    ) -> list[Answer]:
+        """Answers with about `tokens` tokens, chats included: to the questions, then to others.
+
+        With `itself` the model goes on with questions of its own; else the same ones are answered
+        again, at most four times, by other draws. Another `first_round` draws anew.
+        """
+        found = list[Answer]()
+        portions = self._portions(questions, first_round, itself=itself)
+        while (done := num_chat_tokens(found)) < tokens:
+            title = f"own answers ({done:,} of {tokens:,} tokens)"
+            if not has_chats(self._dense.tokenizer):
+                seed = self._seed_of(first_round + len(found) // _AT_ONCE)
+                found += self.continuations(_AT_ONCE, seed, title)
+                continue
+            seed, portion = next(portions, (0, []))
+            if not portion:
+                break
+            found += self.answers(portion, seed, title)
+        return found
+
+    def _portions(
+        self, questions: Sequence[Question], first_round: int, *, itself: bool
+    ) -> Iterator[tuple[int, list[Question]]]:
+        """Some questions at a time, of all kinds, with the seed of their answers."""
+        mixed = random.Random(0).sample(questions, len(questions))
+        rounds = 1 if itself else _ROUNDS
+        for number in range(first_round, first_round + rounds):
+            for start in range(0, len(mixed), _AT_ONCE):
+                yield self._seed_of(number), mixed[start : start + _AT_ONCE]
+        for number in count(first_round + rounds) if itself else ():
+            seed = self._seed_of(number)
+            yield seed, self.turns(_AT_ONCE, seed)
+
+    def _seed_of(self, number: int) -> int:
+        return 1_000 * self._seed + number
+
+    def _cached(
+        self, key: Any, write: Callable[[Path], Kept], read: Callable[[Path], Kept]
+    ) -> Kept:
+        """What `write` wrote for this key, here or in an earlier run."""
+        text = json.dumps([self._identity, key], sort_keys=True, ensure_ascii=False)
+        name = sha256(text.encode()).hexdigest()
+        self._cache.mkdir(parents=True, exist_ok=True)
+        path = self._cache / f"{name}.jsonl"
+        with FileLock(self._cache / f"{name}.lock"):  # another process waits, then finds it
+            return read(path) if path.is_file() else write(path)
+
+
+def require_chats(tokenizer: Any, data: DataConfig) -> None:
+    """Refuse to ask a model that has no chat template."""
+    if not has_chats(tokenizer):
+        raise UserError(
+            f"{', '.join(data.data)} asks, but the model has no chat template, so it answers "
+            "nothing. Give it text: --data FILE."
+        )
+
+
+def own_answers(
+    dense: DenseModel,
+    data: DataConfig,
+    *,
+    identity: str,
+    tokens: int,
+    heldout: int,
+    seed: int,
+    first_round: int = 0,
+    progress: Progress,
+) -> OwnAnswers:
+    """The answers of a run: about `tokens` to fit to, and `heldout` of each kind to measure on.
+
+    A run whose data ask nothing fits to none. A base model writes text from nothing, and has none
+    to measure on. Another `first_round` draws other answers to fit to. Raises `UserError` if the
+    data ask a model without chat template.
+    """
+    itself = any(means(source, SELF) for source in data.data)
+    questions = questions_in(data, dense.tokenizer)
+    if questions:
+        require_chats(dense.tokenizer, data)
+    answering = Answering(dense, identity, seed, progress)
+    fitted = list[Answer]()
+    if questions or itself:
+        to_fit = [each for each in questions if not each.is_held_out]
+        fitted = answering.fitted(to_fit, tokens, itself=itself, first_round=first_round)
+    if not has_chats(dense.tokenizer):
+        return OwnAnswers(fitted=tuple(fitted))
+    held_out = [each for each in (questions or own_prompts("asked")) if each.is_held_out]
+    alike, others = _some(held_out, heldout), _some(own_prompts("heldout"), heldout)
+    return OwnAnswers(
+        fitted=tuple(fitted),
+        alike=tuple(answering.answers(alike, seed, "held-out answers")),
+        others=tuple(answering.answers(others, seed, "held-out answers")),
+    )
+
+
+def _some(questions: Sequence[Question], number: int) -> list[Question]:
+    """At most `number` questions, evenly from the whole, so of all kinds."""
+    taken = min(number, len(questions))
+    return [questions[place * len(questions) // taken] for place in range(taken)]

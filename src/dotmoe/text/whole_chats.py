@@ -1,0 +1,50 @@
+"""Blocks of whole chats: none is cut in two, and none is filled up with padding."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dotmoe.text.answers import Answer
+
+
+def whole_chats(answers: Sequence[Answer], seq_len: int) -> tuple[Tensor, Tensor]:
+    """Pack chats into blocks of `seq_len` tokens.
+
+    A chat that is longer than a block loses its end. What the chats of a block leave free is filled
+    with the beginning of the chat that opens the next block: every token is text in its context.
+
+    Returns:
+        Token ids, int32, and whether each belongs to an answer, bool: both [B, seq_len].
+    """
+    blocks = _filled(answers, seq_len)
+    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0)).tolist()
+    blocks = [blocks[place] for place in order]  # they came by length
+    rows, marks = list[list[int]](), list[list[bool]]()
+    for number, block in enumerate(blocks):
+        ids, is_answer = list[int](), list[bool]()
+        after = blocks[(number + 1) % len(blocks)][0]
+        fillers = [after] * seq_len  # more than enough, should the next chat be short
+        for answer in [*block, *fillers]:
+            ids += answer.ids
+            is_answer += [place >= answer.answer_start for place in range(len(answer.ids))]
+            if len(ids) >= seq_len:
+                break
+        rows.append(ids[:seq_len])
+        marks.append(is_answer[:seq_len])
+    return torch.tensor(rows, dtype=torch.int32), torch.tensor(marks)
+
+
+def _filled(answers: Sequence[Answer], seq_len: int) -> list[list[Answer]]:
+    """The chats of each block: longest first, each into the first block with room for it."""
+    blocks, free = list[list[Answer]](), list[int]()
+    for answer in sorted(answers, key=lambda answer: -len(answer.ids)):
+        length = min(len(answer.ids), seq_len)
+        place = next((place for place, room in enumerate(free) if room >= length), None)
+        if place is None:
+            blocks.append([])
+            free.append(seq_len)
+            place = len(blocks) - 1
+        blocks[place].append(answer)
+        free[place] -= length
+    return blocks

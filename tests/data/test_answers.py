@@ -1,0 +1,87 @@
+"""Own answers. Oracles: the tokenizer's chat template, the model's argmax, a killed writer."""
+
+import json
+from itertools import islice
+
+import pytest
+
+from dotmoe.models import chat
+from dotmoe.models.sampling import Sampling
+from dotmoe.text import answers
+from dotmoe.text.answers import own_prompts, own_turns, question, read_answers, write_answers
+
+CHATML = (
+    "{% for m in messages %}<u>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<u>assistant:{% endif %}"
+)
+HOW = Sampling(temperature=0.0, new_tokens=6)
+QUESTIONS = [question("One?", "a"), question("Two and three?", "b"), question("Four", "b")]
+
+
+@pytest.fixture
+def speaker(dense):
+    dense.tokenizer.chat_template = CHATML
+    return dense
+
+
+def test_the_template_says_how_turns_begin_and_end(speaker):
+    tokenizer = speaker.tokenizer
+    asked = chat.asked(tokenizer, [{"role": "user", "content": "Hi"}])
+    assert tokenizer.decode(asked) == "<u>user:Hi</s><u>assistant:"
+    assert tokenizer.decode(chat.user_opening(tokenizer)) == "<u>user:"
+    assert chat.end_tokens(speaker.model, tokenizer) == {tokenizer.eos_token_id}
+
+
+def test_answers_are_chats_that_anyone_can_read_with_the_ids_as_drawn(speaker, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    made = write_answers(speaker, QUESTIONS, path, HOW, seed=0)
+    assert read_answers(path) == made
+    for answer, asking, line in zip(made, QUESTIONS, path.open(), strict=True):
+        prompt = chat.asked(speaker.tokenizer, asking.messages)
+        assert list(answer.ids[: answer.answer_start]) == prompt
+        assert 0 < len(answer.ids) - len(prompt) <= 6
+        row = json.loads(line)
+        assert row["messages"][0] == asking.messages[0]
+        assert row["messages"][1]["role"] == "assistant"
+        assert row["kind"] == asking.kind
+
+
+def test_a_stopped_writer_goes_on_after_what_it_wrote(speaker, tmp_path, monkeypatch):
+    whole = write_answers(speaker, QUESTIONS, tmp_path / "whole.jsonl", HOW, seed=0)
+    path, parts = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.parts"
+
+    def stopping(*arguments, **options):
+        yield next(answers_of(*arguments, **options))
+        raise KeyboardInterrupt
+
+    answers_of = answers.continuations
+    monkeypatch.setattr(answers, "continuations", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(speaker, QUESTIONS, path, HOW, seed=0)
+    assert not path.exists()
+    with parts.open("a") as file:
+        file.write('{"number": 2, "mess')  # killed while it wrote
+
+    def rest(model, prompts, *arguments, **options):
+        assert len(prompts) == 2
+        return answers_of(model, prompts, *arguments, **options)
+
+    monkeypatch.setattr(answers, "continuations", rest)
+    assert write_answers(speaker, QUESTIONS, path, HOW, seed=0) == whole
+    assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert not parts.exists()
+
+
+def test_a_model_writes_turns_of_its_own_without_repeats(speaker):
+    turns = list(islice(own_turns(speaker, seed=0), 5))
+    words = [turn.messages[0]["content"] for turn in turns]
+    assert len(set(words)) == 5
+    assert all(words)
+
+
+def test_prompts_of_the_package_are_distinct_and_none_is_measured_and_fitted():
+    fitted, measured = own_prompts("asked"), own_prompts("heldout")
+    words = [each.messages[0]["content"] for each in (*fitted, *measured)]
+    assert len(set(words)) == len(words)
+    assert not {each.kind for each in fitted} & {each.kind for each in measured}
+    assert 0.05 < sum(each.is_held_out for each in fitted) / len(fitted) < 0.25

@@ -1,0 +1,121 @@
+"""Conversions of models that write their own text, on tiny models, by the command itself."""
+
+import json
+import shutil
+
+import pytest
+
+from dotmoe.common.files import read_json
+from dotmoe.text import answers
+from dotmoe.text.answers import num_chat_tokens, own_prompts, read_answers
+from runs import TINY_CONVERT, TinyRun, put_into, words
+
+CHATML = (
+    "{% for m in messages %}<u>{{ m['role'] }}:{{ m['content'] }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<u>assistant:{% endif %}"
+)
+OPTIONS = TINY_CONVERT | {"steps": 0, "answer_tokens": 800, "heldout_answers": 3, "seq_len": 64}
+
+
+@pytest.fixture(autouse=True)
+def _short_answers(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    short = answers.Sampling(new_tokens=24)
+    for name in ("ANSWERS", "TURNS", "FREE"):
+        monkeypatch.setattr(answers, name, short)
+    monkeypatch.setattr("dotmoe.measure.evaluate.own_answers.ANSWERS", short)
+    monkeypatch.setattr(answers, "_AT_ONCE", 8)
+
+
+@pytest.fixture
+def speaker(tiny_dense, tmp_path):
+    folder = shutil.copytree(tiny_dense("qwen2"), tmp_path / "speaker")
+    put_into(folder / "tokenizer_config.json", chat_template=CHATML)
+    return folder
+
+
+def test_a_chat_model_is_converted_without_text_and_measured_on_held_out_answers(
+    speaker, tmp_path, command
+):
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS)
+    done = command(*run.command())
+    assert done.status == 0, done.err
+    fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
+    assert num_chat_tokens(fitted) >= 800
+    prompts = [each for each in own_prompts("asked") if not each.is_held_out]
+    asked = {each.messages[0]["content"] for each in prompts}
+    assert {each.messages[0]["content"] for each in fitted if each.kind != "self"} <= asked
+    measured = run.results()["own_answers"]["moe"]
+    assert measured["alike"]["answers"] == measured["others"]["answers"] == 3
+    assert measured["alike"]["kl"] > 0
+    assert "answers that end" in done.out.replace("\n", " ")
+    assert "On answers that the dense model wrote itself" in done.out
+
+
+def test_held_out_prompts_are_never_fitted(speaker, tmp_path):
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS).made()
+    fitted = {
+        each.messages[0]["content"] for each in read_answers(run.folder / "0_answers/fitted.jsonl")
+    }
+    for name in ("alike", "others"):
+        held_out = read_answers(run.folder / f"0_answers/{name}.jsonl")
+        assert not {each.messages[0]["content"] for each in held_out} & fitted
+
+
+def test_a_base_model_goes_on_from_nothing(tiny_dense, tmp_path):
+    run = TinyRun("convert", tiny_dense("llama"), tmp_path / "run", OPTIONS).made()
+    fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
+    assert all(each.ids[0] == 0 and each.answer_start == 1 for each in fitted)
+    assert not run.results()["own_answers"]
+
+
+def test_rows_that_ask_are_answered_and_text_beside_them_has_half(speaker, tmp_path, text_file):
+    asking = tmp_path / "asking.jsonl"
+    rows = [{"prompt": f"What is {number} + {number}?"} for number in range(40)]
+    rows += [{"messages": [{"role": "user", "content": f"Name {number}."}]} for number in range(40)]
+    asking.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS | {"data": [asking, text_file]})
+    run.made()
+    fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
+    assert {each.messages[0]["content"][:4] for each in fitted} == {"What", "Name"}
+    sources = read_json(run.folder / "0_data/data.json")["training"]["sources"]
+    own, *texts = sources
+    assert own["name"] == "own answers"
+    assert sum(each["tokens"] for each in texts) == pytest.approx(own["tokens"], rel=0.1)
+
+
+def test_another_run_finds_the_answers_and_another_seed_does_not(speaker, tmp_path, monkeypatch):
+    first = TinyRun("convert", speaker, tmp_path / "first", OPTIONS).made()
+    again = first.at(tmp_path / "again", active=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "continuations", None)
+        again.made()
+    name = "0_answers/fitted.jsonl"
+    assert (again.folder / name).read_bytes() == (first.folder / name).read_bytes()
+    other = first.at(tmp_path / "other", seed=1).made()
+    assert (other.folder / name).read_bytes() != (first.folder / name).read_bytes()
+
+
+def test_a_finetuning_reads_other_answers_and_measures_on_the_same(speaker, tmp_path, command):
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS).made()
+    tuned = tmp_path / "tuned"
+    options = {"steps": 2, "batch_size": 2, "seq_len": 64, "answer_tokens": 2000}
+    options |= {"heldout_answers": 3}
+    done = command(*words("finetune", run.folder, tuned, **options))
+    assert done.status == 0, done.err
+    fitted, others = (
+        {each.ids for each in read_answers(folder / "0_answers/fitted.jsonl")}
+        for folder in (run.folder, tuned)
+    )
+    assert not fitted & others
+    name = "0_answers/alike.jsonl"
+    assert (tuned / name).read_bytes() == (run.folder / name).read_bytes()
+    measured = read_json(tuned / "6_evaluate/results.json")["own_answers"]
+    assert set(measured) >= {"moe"}
+
+
+def test_rows_that_ask_a_base_model_are_refused(tiny_dense, tmp_path, command):
+    asking = tmp_path / "asking.jsonl"
+    asking.write_text('{"prompt": "Who?"}\n')
+    run = TinyRun("convert", tiny_dense("llama"), tmp_path / "run", OPTIONS | {"data": asking})
+    assert "has no chat template" in command(*run.command()).refusal()

@@ -1,0 +1,68 @@
+"""Closeness on own answers. Oracles: whole logits of each chat alone, `F.kl_div`, stock argmax."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dotmoe.measure.evaluate import own_answers
+from dotmoe.measure.evaluate.own_answers import measure_closeness, share_that_ends, states_of
+from dotmoe.text.answers import Answer
+
+
+def answer(length, start, seed):
+    ids = torch.randint(2, 258, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Answer(messages=(), kind="", ids=tuple(ids), answer_start=start, finished=True)
+
+
+ANSWERS = [answer(30, 10, 0), answer(55, 20, 1), answer(12, 11, 2), answer(55, 3, 3)]
+
+
+@torch.no_grad()
+def alone(dense, other, each):
+    """KL, agreement and log-probabilities of one answer's tokens, without a batch."""
+    ids = torch.tensor([each.ids])
+    ours, theirs = (
+        model(input_ids=ids).logits[0].double().log_softmax(1) for model in (dense, other)
+    )
+    places = slice(each.answer_start - 1, len(each.ids) - 1)
+    ours, theirs, labels = ours[places], theirs[places], ids[0, each.answer_start :, None]
+    kl = F.kl_div(theirs, ours, log_target=True, reduction="none").sum(1)
+    same = ours.argmax(1) == theirs.argmax(1)
+    return kl, same, ours.gather(1, labels) - theirs.gather(1, labels)
+
+
+def test_only_answer_tokens_count_and_each_once(dense_of):
+    teacher, other = dense_of("llama"), dense_of("llama", initializer_range=0.03).model
+    dense, states = teacher.model, states_of(teacher, ANSWERS)
+    found = measure_closeness(states, other, ANSWERS)
+    kls, sames, lost = (
+        torch.cat(part) for part in zip(*(alone(dense, other, a) for a in ANSWERS), strict=True)
+    )
+    assert found["tokens"] == len(kls) == sum(len(a.ids) - a.answer_start for a in ANSWERS)
+    assert found["kl"] == pytest.approx(float(kls.mean()), rel=1e-5)
+    assert found["top1"] == pytest.approx(float(sames.double().mean()))
+    assert found["times_dense"] == pytest.approx(float(lost.mean().exp()), rel=1e-5)
+    assert found["answer_kls"][2] == pytest.approx(
+        float(alone(dense, other, ANSWERS[2])[0]), rel=1e-4
+    )
+
+
+def test_a_model_beside_itself_loses_nothing(dense):
+    found = measure_closeness(states_of(dense, ANSWERS), dense.model, ANSWERS)
+    assert found["kl"] == pytest.approx(0, abs=1e-6)
+    assert found["top1"] == found["times_dense"] == 1
+
+
+def test_answers_that_reach_an_end_are_counted_beside_the_dense_models(dense, monkeypatch):
+    greedy = replace(own_answers.ANSWERS, temperature=0.0, new_tokens=4)
+    monkeypatch.setattr(own_answers, "ANSWERS", greedy)
+    with torch.no_grad():
+        ids = torch.tensor([ANSWERS[0].ids[:10]])
+        first = int(dense.model(input_ids=ids).logits[0, -1].argmax())
+    found = share_that_ends(dense.model, dense.tokenizer, ANSWERS[:1], seed=0)
+    assert (found["ended"], found["dense_ended"], found["more_unfinished"]) == (0, 1, 1)
+    dense.tokenizer.eos_token_id = first
+    found = share_that_ends(dense.model, dense.tokenizer, ANSWERS[:1], seed=0)
+    assert (found["ended"], found["more_unfinished"]) == (1, 0)
