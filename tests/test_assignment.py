@@ -1,12 +1,10 @@
 """The one place where neurons are assigned, which every command calls."""
 
-from dataclasses import replace
 
 import pytest
 import torch
 
 from dotmoe.common.errors import UserError
-from dotmoe.common.options import checked
 from dotmoe.method import assignment
 from dotmoe.method.align import Alignment, align
 from dotmoe.method.assignment import assigned, assignment_plan
@@ -80,9 +78,9 @@ def test_affinities_of_any_scale_are_assigned_alike(solver):
     ],
 )
 def test_a_temperature_that_nothing_reads_is_refused(name, changes):
-    config = recipe(model="embedded", out="out", assignment=AssignmentConfig(**{name: 0.5}))
-    with pytest.raises(UserError, match=f"{name} is 0.5, but .* Set steps"):
-        checked(replace(config, **changes))
-    checked(replace(config, align=AlignConfig(steps=3)))
+    cooled = AssignmentConfig(**{name: 0.5})
+    with pytest.raises(UserError, match=f"{name.replace('_', '-')} is 0.5, but it is for --steps"):
+        recipe(model="embedded", out="out", assignment=cooled, **changes)
+    recipe(model="embedded", out="out", assignment=cooled, align=AlignConfig(steps=3))
     at_random = CalibrateConfig(start="random")
-    checked(replace(config, assignment=AssignmentConfig(tau_end=0.5), calibrate=at_random))
+    recipe(assignment=AssignmentConfig(tau_end=0.5), calibrate=at_random)

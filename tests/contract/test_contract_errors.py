@@ -13,7 +13,6 @@ REFUSED = {
     "convert": r"Missing from dotmoe convert: MODEL \(",
     "convert embedded": "OUT",
     "convert {tmp}/none OUT --data TEXT": "none does not exist",
-    "convert embedded OUT": "data names no source",
     "convert embedded OUT --data {tmp}/none.txt": r"none\.txt does not exist",
     "convert embedded {text} --data TEXT": "is in the way",
     "convert embedded {run}/5_export/new --data TEXT": "new is inside .*/5_export, a model. Choose",
@@ -102,9 +101,9 @@ REFUSED = {
     "compare embedded OUT --data TEXT": "--eval-text names no text.*--eval-text",
     "compare embedded OUT --eval-text TEXT --methods": "methods names none",
     "finetune RUN OUT --data-seed 1": "data names no source",
-    "convert embedded OUT --data TEXT --tau-end 5": "tau_end is 5, but .* nothing reads it",
-    "convert embedded OUT --data TEXT --tau-start 5": "tau_start is 5, but .* Set steps to align",
-    "inspect embedded --tau-end 5": "tau_end is 5, but .* start to random",
+    "convert embedded OUT --data TEXT --tau-end 5": "--tau-end is 5.0, but it is for --steps or --start random alone",
+    "convert embedded OUT --data TEXT --tau-start 5": "--tau-start is 5.0, but it is for --steps alone",
+    "inspect embedded --tau-end 5": "--tau-end is 5.0, but it is for --steps or --start random alone",
 }
 
 

@@ -100,6 +100,8 @@ def as_typed(message: str, command: str, line: Sequence[str]) -> str:
     """
     names = [each.name for each in command_options(command) if not each.is_argument]
     long = "|".join(name for name in names if "_" in name)
+    if not long:
+        return message
     dashed = re.sub(
         rf"(?<![\w./'\"-])({long})(?![\w./'\"=]*[\w/'\"=])(?! in \S*json| \()",
         lambda found: "--" + found[0].replace("_", "-"),

@@ -77,23 +77,6 @@ class RunConfig:
         at_random = self.method == "dot_moe" and self.calibrate.start == "random"
         return 0 if at_random else self.calibrate.tokens(width)
 
-    def check_together(self) -> None:
-        """Refuse temperatures that no stage of the conversion reads."""
-        is_conversion = self.command in ("convert", "inspect") and self.method == "dot_moe"
-        if self.align.steps or not is_conversion:
-            return
-        unread = ["tau_start"] if self.calibrate.start == "random" else ["tau_start", "tau_end"]
-        for name in unread:
-            value = getattr(self.assignment, name)
-            if value != getattr(AssignmentConfig(), name):
-                remedy = "Set steps to align"
-                if name == "tau_end":
-                    remedy += ", or start to random"
-                raise UserError(
-                    f"{name} is {value:g}, but without an alignment nothing reads it: the start is "
-                    f"{self.calibrate.start}. {remedy}, or leave {name} out."
-                )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneRunConfig:

@@ -22,10 +22,15 @@ def _calibrates(run: Any) -> bool:
     return bool(run.method != "dot_moe" or run.calibrate.start == "data")
 
 
-def _solves(run: Any) -> bool:
-    """Whether a conversion solves the transport problem: the start from data needs no solver."""
-    is_random = run.calibrate.start == "random"
-    return bool(run.method == "dot_moe" and (run.align.steps > 0 or is_random))
+def _aligns(run: Any) -> bool:
+    return bool(run.method == "dot_moe" and run.align.steps > 0)
+
+
+def _cools(run: Any) -> bool:
+    """Whether a conversion reads the last temperature: a random start is rounded at it."""
+    return bool(
+        run.method == "dot_moe" and (run.align.steps > 0 or run.calibrate.start == "random")
+    )
 
 
 def _shuffles(run: Any) -> bool:
@@ -63,7 +68,9 @@ CONVERT = (
     ),
     Need(("learn_assignment", "start"), "--method dot_moe", lambda run: run.method == "dot_moe"),
     Need(("calibration_tokens", "ridge"), "--start data", _calibrates),
-    Need(("tau_start", "tau_end", "solver"), "--steps or --start random", _solves, unless="steps"),
+    Need(("solver",), "--method dot_moe", lambda run: run.method == "dot_moe"),
+    Need(("tau_start",), "--steps", _aligns, unless="steps"),
+    Need(("tau_end",), "--steps or --start random", _cools, unless="steps"),
     Need(
         _OF_ALIGNMENT,
         "--steps",
