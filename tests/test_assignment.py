@@ -1,6 +1,5 @@
 """The one place where neurons are assigned, which every command calls."""
 
-
 import pytest
 import torch
 

@@ -137,6 +137,7 @@ def test_a_report_calls_papers_only_what_the_papers_recipe_made(
 ):
     papers = {"start": "random", "solver": "sinkhorn", "surrogate": "softmax", "shared": 0.0}
     options = TINY_CONVERT | {"data": text_file, "steps": 2} | papers
+    del options["calibration_tokens"]  # for a start from data
     for name, given in (("paper", options), ("other", options | changes)):
         made = TinyRun("convert", tiny_dense("llama"), tmp_path / name, given).made()
         named = "DOT-MoE (paper)" if name == "paper" else "dotmoe"

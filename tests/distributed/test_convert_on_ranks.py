@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dotmoe import finetune_recipe, pipeline
+from dotmoe import finetune_recipe
 from dotmoe.cli import run
 from dotmoe.method.layout import ExpertLayout
+from dotmoe.pipeline import finetune as of_finetuning
 from runs import PATIENCE_S, TINY_CONVERT, words
 
 pytestmark = pytest.mark.usefixtures("all_rounds")  # which torchrun's processes have
@@ -86,8 +87,8 @@ def test_what_ranks_cannot_run_is_refused_in_one_line(
 
 def test_the_default_finetuning_gives_each_of_eight_ranks_a_row_and_reads_as_much(monkeypatch):
     default = finetune_recipe(run="RUN", out="OUT")
-    assert pipeline._for_each_rank(default) == default
-    monkeypatch.setattr(pipeline, "num_ranks", lambda: 8)
-    how, given = pipeline._for_each_rank(default).finetune, default.finetune
+    assert of_finetuning._for_each_rank(default) == default
+    monkeypatch.setattr(of_finetuning, "num_ranks", lambda: 8)
+    how, given = of_finetuning._for_each_rank(default).finetune, default.finetune
     assert how.batch_size == 8
     assert how.steps * how.batch_size == given.steps * given.batch_size

@@ -183,7 +183,7 @@ def test_tasks_of_two_models_are_asked_within_the_smaller_context(
     assert "piqa is finished already" in again.err
     options |= {"max_length": 65, "against": long, "out": tmp_path / "out2"}
     assert (
-        "max_length is 65, but must lie in 2 to 64"
+        "--max-length is 65, but must lie in 2 to 64"
         in command("evaluate", short, **options).refusal()
     )
 

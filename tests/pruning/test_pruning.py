@@ -701,7 +701,8 @@ def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
 ):
     out, model = tmp_path / "compared", tiny_dense("llama")
     options = TINY_CONVERT | {"data": text_file, "eval_text": heldout_file, "active_experts": 6}
-    del options["steps"]
+    for trained in ("steps", "lr", "checkpoint_every"):
+        del options[trained]
     methods = ("magnitude_2_4", "slicegpt", "disp_llm", "shortgpt", "k_obd")  # one of each kind
     options |= {"methods": ["random_split", *methods], "seeds": [0, 1], "mask_steps": 2}
     monkeypatch.setattr(by_curvature, "SHOTS", 1)
