@@ -101,7 +101,7 @@ REFUSED = {
     "compare embedded OUT --data TEXT": "--eval-text names no text.*--eval-text",
     "compare embedded OUT --eval-text TEXT --methods": "methods names none",
     "finetune RUN OUT --data-seed 1": "data names no source",
-    "convert embedded OUT --data TEXT --tau-end 5": "--tau-end is 5.0, but it is for --steps or --start",
+    "convert embedded OUT --data TEXT --tau-end 5": "--tau-end is 5.0, but it is for --steps",
     "convert embedded OUT --data TEXT --tau-start 5": "--tau-start is 5.0, but it is for --steps",
     "inspect embedded --tau-end 5": "--tau-end is 5.0, but it is for --steps or --start",
 }
