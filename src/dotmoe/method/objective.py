@@ -32,6 +32,27 @@ def taught_by_own_weights(dense: DenseModel, tokens_BT: Tensor) -> Taught:
         return hidden_states(dense.model, tokens_BT).flatten(0, 1), None
 
 
+def predicts_answers(is_answer_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
+    """Whether the token after each position is an answer's: bool on the CPU, [B, T].
+
+    Without marks every position counts, the last one of a row too, which has no label.
+    """
+    if is_answer_BT is None:
+        return torch.ones(tokens_BT.shape, dtype=torch.bool)
+    is_last_B1 = torch.zeros(len(is_answer_BT), 1, dtype=torch.bool)
+    return torch.cat([is_answer_BT[:, 1:], is_last_B1], dim=1)
+
+
+def places_of(counted_BT: Tensor, device: torch.device) -> Tensor | None:
+    """Numbers of the positions that count; None if all do, or none does, as in questions alone.
+
+    They are found on the host, which knows the marks, so that no device is waited for.
+    """
+    if counted_BT.all() or not counted_BT.any():
+        return None
+    return counted_BT.flatten().nonzero()[:, 0].to(device)
+
+
 class Objective:
     """The task that the training loop runs: the gradient of eq:total_loss over a batch.
 
@@ -74,12 +95,15 @@ class Objective:
         """
         size = self.config.batch_size
         metrics = self.begin(step)
-        batch = self.blocks.batch(step, size, self.seed, rank(), num_ranks()).to(self.dense.device)
+        place = step, size, self.seed, rank(), num_ranks()
+        batch = self.blocks.batch(*place).to(self.dense.device)
+        counted = predicts_answers(self.blocks.answers_in_batch(*place), batch)
         sums: dict[str, Tensor] = {}
         parts = torch.split(batch, self.config.micro_batch_size)
         for number, rows in enumerate(parts, 1):
             share = len(rows) / size
-            losses = self.losses(rows)
+            first = (number - 1) * self.config.micro_batch_size
+            losses = self.losses(rows, places_of(counted[first : first + len(rows)], rows.device))
             self.differentiate(losses["loss"] * share, is_last=number == len(parts))
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0.0) + share * value.detach()
@@ -89,9 +113,11 @@ class Objective:
         values = torch.cat([*(value.float().view(1) for value in metrics.values()), summed])
         return dict(zip([*metrics, *sums], values.tolist(), strict=True))
 
-    def losses(self, tokens_BT: Tensor) -> dict[str, Tensor]:
+    def losses(self, tokens_BT: Tensor, counted_P: Tensor | None = None) -> dict[str, Tensor]:
         """eq:total_loss of a micro-batch (`loss`) and its terms; router losses sum over targets.
 
+        KL and cross-entropy are means over the positions `counted_P`, numbered from 0 over all
+        rows; None: over all positions.
         This is the one place that says what is learned. The teacher does not run if there is
         nothing to learn from it, because `kl_weight` is 0.
         """
@@ -101,12 +127,17 @@ class Objective:
                 taught = self.teacher(tokens_BT)
         with torch.profiler.record_function("student forward"), router_losses() as routers:
             hidden_TD = hidden_states(self.dense.model, tokens_BT).flatten(0, 1)
+        labels_T = next_token_labels(tokens_BT.to(hidden_TD.device))
+        if counted_P is not None:
+            hidden_TD, labels_T = hidden_TD[counted_P], labels_T[counted_P]
+            if taught is not None:
+                taught = taught[0][counted_P], taught[1]
         with torch.profiler.record_function("head and losses"):
             total, kl, ce = distillation_loss(
                 hidden_TD,
                 taught,
                 head_of(self.dense),
-                next_token_labels(tokens_BT.to(hidden_TD.device)),
+                labels_T,
                 readout_of(self.dense.config),
                 kl_weight=config.kl_weight,
                 ce_weight=config.ce_weight,
