@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -329,13 +329,15 @@ def provenance(seed: int) -> dict[str, Any]:
     program = Path(sys.argv[0])
     name = "dotmoe" if program.stem == "__main__" else program.name
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    packages = ("torch", "transformers", "safetensors", "datasets")
     versions = {"python": platform.python_version(), "dotmoe": __version__}
+    for package in ("torch", "transformers", "safetensors", "datasets"):
+        with suppress(PackageNotFoundError):  # local text needs no datasets
+            versions[package] = version(package)
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join([name, *sys.argv[1:]]),
         "commit": commit(),
-        "versions": versions | {name: version(name) for name in packages},
+        "versions": versions,
         "hardware": gpu or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
         "threads": torch.get_num_threads(),
         "seed": seed,
