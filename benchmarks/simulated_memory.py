@@ -234,6 +234,7 @@ def without_values() -> Iterator[None]:
         stack.enter_context(patch("torch.lazy", gpu, create=True))
         of_torch: tuple[tuple[str, Any], ...] = (
             ("accelerator.current_stream", MagicMock()),
+            ("is_autocast_enabled", lambda *device: False),  # some versions do not know the device
             ("distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", lambda mesh: GPU),
             ("optim.adam._get_value", lambda step: 1.0),
             ("optim.optimizer._get_foreach_kernels_supported_devices", lambda: [GPU.type]),
