@@ -9,6 +9,7 @@ Each round measures the machine's rates, an alignment step without and with acti
 checkpointing, and a dense training step, one after the other.
 """
 
+import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -125,8 +126,11 @@ def main() -> None:
     keep(settings.out or f"results/alignment_step_{settings.preset}.json", record, settings.seed)
 
 
-def measured(subject: Subject, rounds: int, seed: int) -> dict[str, Any]:
-    """Measurements of every round, the peaks of memory, and a summary."""
+def measured(subject: Subject, rounds: int, seed: int, seconds: float = math.inf) -> dict[str, Any]:
+    """Measurements of every round, the peaks of memory, and a summary.
+
+    After `seconds` no round begins but the first.
+    """
     dense = subject.dense(seed)
     step = Step(subject, dense, seed=seed)
     tokens, shape = subject.seq_len * subject.micro_batch, subject.shape
@@ -138,9 +142,8 @@ def measured(subject: Subject, rounds: int, seed: int) -> dict[str, Any]:
     }
     record = {
         "subject": asdict(subject),
-        "rounds": rounds,
         "clock": Clock(dense.device).kind,
-        "steps": in_turns(subjects, rounds),
+        "steps": in_turns(subjects, rounds, seconds),
         "peak_bytes": {name: step.peak_bytes(checkpointing=NAMES[name]) for name in NAMES},
         "straight_through_s": step.straight_through(),
     }

@@ -1,106 +1,75 @@
-"""Timings on one GPU at the shape of Qwen2.5-7B, random weights, 148 experts: results/gpu.json.
+"""What a few minutes on one GPU tell: three parts of at most four minutes each.
 
-    python benchmarks/gpu.py                            # one GPU with 80 GB
-    python benchmarks/gpu.py --parts finetune export
-    python benchmarks/gpu.py --tiny --out OUT.json      # all of it at tiny size on the CPU
+    python benchmarks/gpu.py OUT --files FOLDER     # one GPU with 80 GB, no network
+    python benchmarks/gpu.py OUT --parts shapes
+    python benchmarks/gpu.py OUT --tiny             # a rehearsal of all parts on a CPU
 
-Each part is written as soon as it is measured, and replaces what the file has of it. Whether a GPU
-computes what the CPU computes is tested by `pytest -m gpu`; serving is timed by
-`throughput_by_granularity.py --preset qwen25_7b`.
+`proof`: a GPU computes what the CPU computes. `shapes`: times and memory at the sizes of
+Qwen2.5-7B, beside the estimates. `real`: a real model is converted, finetuned and asked questions.
+docs/guides/gpu.md says what FOLDER holds, and every command.
+
+Each part is a process of its own, killed at its limit. OUT/PART.json has each result as soon as it
+is there, OUT/PART.log what the process printed. Runs and checkpoints are in the folder of
+`--scratch`, by part; what it holds is removed first.
 """
 
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
-import torch
-
-import alignment_step
-import finetune_step
-from alignment_step import Subject
-from dotmoe.cli.arguments import settings as settings_of
-from dotmoe.common.files import read_json
-from dotmoe.export.config import ExportConfig
-from dotmoe.export.write import export
-from dotmoe.method.config import RepairConfig
-from dotmoe.method.repair import repair
-from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import describe_dense, left_on_disk, load_dense
-from dotmoe.text.blocks import TokenBlocks
-from random_models import Shape, random_layout, random_tokens, write_random_dense
-from rounds import keep
-
-TINY = Subject(shape=Shape(64, 192, 2, 4, 2, 2_048, 256), experts=8, active=2, seq_len=32)
-LAYERS = 4
-"""Layers of finetuning, repair and export, whose times grow by layer; the alignment has all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What to measure."""
-
-    parts: tuple[str, ...] = ("alignment", "finetune", "repair", "export")
-    rounds: int = 5
-    tiny: bool = False
-    """Measure a tiny model on the CPU, to try this script."""
-    out: Path = Path("results/gpu.json")
+PARTS = ("proof", "shapes", "real")
+GRACE = 10
+"""Seconds that a part may take longer than it is told, to start and to end."""
 
 
 def main() -> None:
-    settings = settings_of(Settings, __doc__)
-    subject = TINY if settings.tiny else alignment_step.PRESETS["qwen25_7b"]
-    for part in settings.parts:
-        found = measured(part, subject, settings.rounds)
-        before = read_json(settings.out) if settings.out.exists() else {}
-        keep(settings.out, before | {part: found})
-        print(part, {name: value for name, value in found.items() if isinstance(value, float)})
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="folder for the results")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--files", type=Path, help="folder of model, texts and questions")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir(), "dotmoe-gpu"))
+    parser.add_argument("--seconds", type=float, default=230, help="longest time of each part")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for part in asked.parts:
+        started = time.monotonic()
+        status = run_part(part, asked)
+        print(f"{part}: {status}, {time.monotonic() - started:.0f} s", flush=True)
 
 
-def measured(part: str, subject: Subject, rounds: int) -> dict[str, Any]:
-    """Result of one part: `alignment`, `finetune`, or of a checkpoint, `repair` or `export`."""
-    if part == "alignment":
-        record = alignment_step.measured(subject, rounds, seed=0)
-        return {**record["summary"], "peak_bytes": record["peak_bytes"]}
-    subject = replace(subject, shape=replace(subject.shape, layers=LAYERS, vocabulary=8_192))
-    if part == "finetune":
-        step = finetune_step.Settings(
-            shape=subject.shape,
-            experts=subject.experts,
-            tokens=subject.micro_batch * subject.seq_len,
-            rounds=rounds,
-            dtype=subject.dtype,
-            device=subject.device,
+def run_part(part: str, asked: argparse.Namespace) -> str:
+    """How the process of a part ended, in words."""
+    shutil.rmtree(asked.scratch / part, ignore_errors=True)  # a finished run would not run again
+    words = [sys.executable, "-u", str(Path(__file__).with_name(f"gpu_{part}.py")), str(asked.out)]
+    words += ["--seconds", str(asked.seconds), "--scratch", str(asked.scratch / part)]
+    if asked.files:
+        words += ["--files", str(asked.files)]
+    paths = [str(Path(__file__).resolve().parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    if asked.tiny:
+        words += ["--tiny", "--device", "cpu"]
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with (asked.out / f"{part}.log").open("w") as log:
+        # A session of its own, so that what it started ends with it.
+        process = subprocess.Popen(
+            words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-        return finetune_step.measured(step, [subject.active])
-    with TemporaryDirectory() as scratch:
-        return timed(part, subject, Path(scratch))
-
-
-def timed(part: str, subject: Subject, scratch: Path) -> dict[str, Any]:
-    """Seconds of a layer, and peak bytes on the device, of a repair or of an export."""
-    shape, source, out = subject.shape, scratch / "dense", scratch / "out"
-    layout = random_layout(shape, subject.experts, subject.active, seed=0)
-    write_random_dense(shape, source, getattr(torch, subject.dtype), seed=0)
-    on_cpu, started = subject.device == "cpu", time.monotonic()
-    if not on_cpu:
-        torch.cuda.reset_peak_memory_stats()
-    found: dict[str, Any] = {}
-    if part == "repair":
-        dense = load_dense(str(source), LoadConfig(dtype="auto", device=subject.device))
-        tokens = TokenBlocks(random_tokens(shape, 32, subject.seq_len, seed=1))
-        asked = RepairConfig(repair_tokens=32 * subject.seq_len)
-        found["tokens"] = repair(dense, (layout,), tokens, asked, seed=0, folder=out)["tokens"]
-    else:
-        described = describe_dense(str(source))
-        dense = described if on_cpu else left_on_disk(described, LoadConfig(device=subject.device))
-        text_BT = random_tokens(shape, 1, 2_048, seed=0).long()
-        record = export(dense, (layout,), out, ExportConfig(), text_BT)
-        found["verification"] = record.verification_in_short()
-    seconds = time.monotonic() - started
-    peak = None if on_cpu else torch.cuda.max_memory_allocated()
-    return found | {"seconds_a_layer": seconds / shape.layers, "peak_bytes": peak}
+        try:
+            status = process.wait(asked.seconds + GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            return "killed at its limit"
+    return "done" if status == 0 else f"failed with status {status}"
 
 
 if __name__ == "__main__":

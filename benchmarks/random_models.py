@@ -73,10 +73,12 @@ def random_dense(
     return DenseModel(model=model, weights="memory", family=family, source="random weights")
 
 
-def write_random_dense(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> None:
+def write_random_dense(
+    shape: Shape, folder: Path, dtype: torch.dtype, seed: int, device: str = "cpu"
+) -> None:
     """Write a random Llama with the embedded model's tokenizer as a checkpoint folder."""
     torch.manual_seed(seed)
-    with default_dtype(dtype):
+    with default_dtype(dtype), torch.device(device):
         model = LlamaForCausalLM(llama_config(shape, bos_token_id=None, eos_token_id=0))
     model.save_pretrained(folder)
     describe_dense("embedded").tokenizer.save_pretrained(folder)

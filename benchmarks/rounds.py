@@ -1,5 +1,6 @@
 """Shared by all benchmarks: measuring in turns, ratios within a turn, and writing results."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,14 +51,18 @@ class Clock:
 
 
 def in_turns(
-    subjects: Mapping[Name, Callable[[], Measured]], rounds: int
+    subjects: Mapping[Name, Callable[[], Measured]], rounds: int, seconds: float = math.inf
 ) -> dict[Name, list[Measured]]:
     """Return values of each subject in every round, after one round that is not counted.
 
-    Subjects take turns, so that other load on the machine affects all of them alike.
+    Subjects take turns, so that other load on the machine affects all of them alike. After
+    `seconds` no round begins but the first that counts.
     """
     found: dict[Name, list[Measured]] = {name: [] for name in subjects}
+    started = time.monotonic()
     for number in range(rounds + 1):
+        if number > 1 and time.monotonic() - started > seconds:
+            break
         for name, measure in subjects.items():
             measured = measure()
             if number:

@@ -47,7 +47,9 @@ def main() -> None:
     for number in range(options.rounds):
         speeds = [speed(each) for each in (ours, stock)]
         ratios.append(speeds[0] / speeds[1])
-        print(f"round {number}: {speeds[0]:.1f} and {speeds[1]:.1f} tokens/s, {ratios[-1]:.2f} times")
+        print(
+            f"round {number}: {speeds[0]:.1f} and {speeds[1]:.1f} tokens/s, {ratios[-1]:.2f} times"
+        )
     print(f"median of {options.rounds} rounds: {median(ratios):.2f} times")
 
 
