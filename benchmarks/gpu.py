@@ -16,10 +16,12 @@ is there, OUT/PART.log what the process printed. Runs and checkpoints are in the
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 PARTS = ("proof", "shapes", "real")
@@ -66,9 +68,11 @@ def run_part(part: str, asked: argparse.Namespace) -> str:
         try:
             status = process.wait(asked.seconds + GRACE)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
             return "killed at its limit"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     return "done" if status == 0 else f"failed with status {status}"
 
 

@@ -29,14 +29,16 @@ STEPS, BATCH, LENGTH = 80, 32, 512
 """Steps of the finetuning, sequences of a step and their tokens: 1.3M tokens."""
 OVERHEAD_SECONDS = 40
 """Time of a finetuning beside its steps: loading, export and evaluation."""
+DTYPE = ("--dtype", "bfloat16")
+"""For training: a GGUF file that was quantised is else computed in float32."""
 PAPER_BATCH = 8
 """Sequences of a step of the paper's recipe, of 2,048 tokens: as many tokens as in ours."""
 ALIGNED_SHARE = 3_500 * 64 / (3_500 * 64 + 4_578 * 128)
 """Share of the paper's tokens that its alignment reads; finetuning reads the others."""
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 """Where an answer to HumanEval ends."""
-ROWS = 82
-"""Answers that are written at once: half of HumanEval."""
+MOST_QUESTIONS, ROWS = 164, 82
+"""Questions of a file that are asked, as many as HumanEval has, and answers written at once."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 SUMS = [{"question": "What is 2 + 3?", "answer": "2 + 3 = 5\n#### 5"}]
 PROGRAMS = [
@@ -54,8 +56,8 @@ def main() -> None:
     model, text = subject(options)
     part, run = Part("real", options), partial(running, options)
     bare, tuned = options.scratch / "converted", options.scratch / "finetuned"
-    part.measure("convert", partial(run, "convert", model, bare), most=110)
-    size = ["--batch-size", BATCH, "--micro-batch-size", BATCH, "--seq-len", LENGTH]
+    part.measure("convert", partial(run, "convert", model, bare), most=150)
+    size = ["--batch-size", BATCH, "--micro-batch-size", BATCH, "--seq-len", LENGTH, *DTYPE]
     data, steps = answers_and_text(bare, text), 3 if options.tiny else STEPS
     how = [*data, *size, "--steps", steps]
     ours = part.measure("finetune", partial(run, "finetune", bare, tuned, *how), most=80)
@@ -68,7 +70,7 @@ def main() -> None:
         for which, place in models.items():
             if questions and (which == "dense" or Path(place).exists()):
                 ask = partial(answered, options, name, place, questions)
-                part.measure(f"{name}, {which}", ask, most=40)
+                part.measure(f"{name}, {which}", ask, most=30)
     left = part.left - OVERHEAD_SECONDS
     if ours and left > OVERHEAD_SECONDS and not options.tiny:
         steps = round(left / statistics.median(ours["step_seconds"]))
@@ -132,7 +134,7 @@ def by_paper(part: Part, run: Any, subject: tuple[str, str], out: Path, steps: i
     """
     model, text = subject
     aligned = max(1, round(ALIGNED_SHARE * steps))
-    how = ["--recipe", "paper", "--batch-size", PAPER_BATCH, "--data", text, "--steps"]
+    how = ["--recipe", "paper", "--batch-size", PAPER_BATCH, "--data", text, *DTYPE, "--steps"]
     converted, half = out / "converted", ["--active", 0.5]
     made = part.measure(
         "paper, convert", partial(run, "convert", model, converted, *how, aligned, *half), most=60
@@ -149,7 +151,7 @@ def questions_of(options: Asked, name: str) -> list[dict[str, Any]]:
             opened = gzip.open if file.suffix == ".gz" else open
             with opened(file, "rt", encoding="utf-8") as lines:
                 rows = [json.loads(line) for line in lines]
-            return rows[: 4 if options.tiny else None]
+            return rows[: 2 if options.tiny else MOST_QUESTIONS]
     if options.tiny:
         return SUMS if name == "gsm8k" else PROGRAMS
     return []

@@ -6,6 +6,7 @@ in stock Transformers beside the dense one. Times of layers are given by layer.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -268,11 +269,10 @@ def exported_layer(subject: Subject) -> dict[str, Any]:
 
 def started_simulation() -> "subprocess.Popen[str]":
     """A process that simulates the memory of these steps on the CPU, beside the measurements."""
-    code = "import gpu_shapes; gpu_shapes.print_simulated()"
+    line = [sys.executable, "-c", "import gpu_shapes; gpu_shapes.print_simulated()"]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     here = Path(__file__).parent
-    return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=here, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(line, cwd=here, env=hidden, stdout=subprocess.PIPE, text=True)
 
 
 def print_simulated() -> None:
