@@ -101,14 +101,6 @@ def test_no_more_than_one_part_is_in_memory_throughout_an_export(
     assert len(filled) > 4 * len(parts_of(dense.model))
 
 
-@pytest.mark.gpu
-def test_weights_are_streamed_to_a_gpu(tiny_dense, exported, nothing_is_kept):
-    source = describe_dense(str(tiny_dense("llama", dtype="bfloat16")))
-    dense = on_disk(source, torch.device("cuda"), torch.bfloat16)
-    assert exported(dense).record.problems == []
-    assert dense.device.type == "cuda"
-
-
 def test_what_needs_weights_refuses_where_they_are_not(tiny_dense, tokens_BT, tmp_path):
     described = describe_dense(str(tiny_dense("llama")))
     stored = on_disk(described, CPU, torch.float32)

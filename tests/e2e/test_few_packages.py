@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-ABSENT = ("datasets", "tyro", "docstring_parser", "lm_eval", "gguf", "accelerate", "beartype")
+ABSENT = (
+    *("datasets", "tyro", "docstring_parser", "lm_eval", "gguf", "accelerate", "beartype"),
+    *("ot", "sklearn", "matplotlib"),
+)
 HIDE = f"""
 import importlib.machinery, importlib.metadata, sys
 
@@ -24,10 +27,16 @@ def from_name(cls, name):
         raise importlib.metadata.PackageNotFoundError(name)
     return known(name)
 importlib.metadata.Distribution.from_name = classmethod(from_name)
-
-from dotmoe.cli import run
-sys.exit(run(sys.argv[1:]))
 """
+RUN = HIDE + "from dotmoe.cli import run; sys.exit(run(sys.argv[1:]))"
+COLLECT = HIDE + "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+
+def ended(code, *words):
+    line = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr)
+    return done
 
 
 @pytest.fixture
@@ -40,12 +49,15 @@ def text(tmp_path):
 
 def test_convert_finetune_and_evaluate_need_no_optional_package(tiny_dense, text, tmp_path):
     def ran(*words):
-        line = [sys.executable, "-c", HIDE, *map(str, words)]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        assert ended(RUN, *words).returncode == 0
 
     made, tuned = tmp_path / "made", tmp_path / "tuned"
     short = ["--seq-len", 32, "--eval-tokens", 64, "--scale-tokens", 32, "--verify-tokens", 32]
     ran("convert", tiny_dense("llama"), made, "--data", text, "--repair-tokens", 960, *short)
     ran("finetune", made, tuned, "--data", text, "--steps", 1, "--batch-size", 2, *short)
     ran("evaluate", tuned, "--text", text, "--max-tokens", 64)
+
+
+def test_the_tests_for_a_gpu_need_none_either():
+    words = ["--collect-only", "-q", "-o", "addopts=", "-m", "gpu"]
+    assert "3 tests collected" in ended(COLLECT, *words, "tests/test_gpu.py").stdout
