@@ -136,6 +136,7 @@ def figures(run: Path) -> dict[str, Any]:
     return {
         "perplexity": {n: row["perplexity"] for n, row in rows.items() if "perplexity" in row},
         "granularity": results["granularity"],
+        "tokens": results.get("tokens"),
         "verification": results["verification"],
         "stages_s": {name: folder.seconds(name) for name in STAGES if folder.seconds(name)},
     }

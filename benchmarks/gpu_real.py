@@ -56,7 +56,7 @@ def main() -> None:
     model, text = subject(options)
     part, run = Part("real", options), partial(running, options)
     bare, tuned = options.scratch / "converted", options.scratch / "finetuned"
-    part.measure("convert", partial(run, "convert", model, bare), most=150)
+    part.measure("convert", partial(run, "convert", model, bare), most=170)
     size = ["--batch-size", BATCH, "--micro-batch-size", BATCH, "--seq-len", LENGTH, *DTYPE]
     data, steps = answers_and_text(bare, text), 3 if options.tiny else STEPS
     how = [*data, *size, "--steps", steps]
@@ -101,13 +101,13 @@ def subject(options: Asked) -> tuple[str, str]:
 
 
 def running(options: Asked, task: str, source: object, out: Path, *more: object) -> dict[str, Any]:
-    """Figures of a command, and the losses of its training; what a stopped one has of them."""
+    """Figures of a command, and the losses of its training; a stopped one's losses are printed."""
     words: list[object] = [task, source, out, "--device", options.device, *more]
     heldout = sorted(options.files.glob("heldout.*")) if options.files else []
     if heldout:  # else each recipe keeps other blocks of the text out
         words += ["--eval-text", *heldout]
     if options.tiny:
-        words += tiny_options(task, more)
+        words += tiny_options(task, more, subject(options)[1] if options.files else None)
     try:
         status = command("-m", "dotmoe", *words)
     finally:
@@ -115,15 +115,18 @@ def running(options: Asked, task: str, source: object, out: Path, *more: object)
         print(task, losses, flush=True)
     if status != 0:
         raise RuntimeError(f"dotmoe {task} ended with status {status}; {losses}")
-    return {"options": [str(word) for word in words], **figures(out), **losses}
+    found = {"options": [str(word) for word in words], **figures(out), **losses}
+    if found["tokens"]:
+        found["tokens_per_s"] = found["tokens"] / sum(found["step_seconds"])
+    return found
 
 
-def tiny_options(task: str, given: tuple[object, ...]) -> list[object]:
-    """Options that make a command short enough for a rehearsal."""
-    words: list[object] = ["--eval-tokens", 2_048, "--heldout-answers", 1]
+def tiny_options(task: str, given: tuple[object, ...], text: str | None) -> list[object]:
+    """Options that make a command short enough for a rehearsal; a CPU takes long to write text."""
+    words: list[object] = ["--eval-tokens", 2_048, "--heldout-answers", 0]
     if task == "convert" and "--recipe" not in given:
-        tokens = ["--repair-tokens", 2_048, "--calibration-tokens", 2_048, "--answer-tokens", 600]
-        return [*words, *tokens, "--seq-len", 128]
+        words += ["--repair-tokens", 2_048, "--calibration-tokens", 2_048, "--seq-len", 128]
+        return [*words, "--data", text] if text else [*words, "--answer-tokens", 600]
     return [*words, "--seq-len", 128, "--batch-size", 2, "--micro-batch-size", 2]
 
 
