@@ -119,3 +119,13 @@ def test_rows_that_ask_a_base_model_are_refused(tiny_dense, tmp_path, command):
     asking.write_text('{"prompt": "Who?"}\n')
     run = TinyRun("convert", tiny_dense("llama"), tmp_path / "run", OPTIONS | {"data": asking})
     assert "has no chat template" in command(*run.command()).refusal()
+
+
+def test_a_folder_of_the_name_of_a_source_is_not_that_source(speaker, tmp_path, monkeypatch):
+    """What a run without text reads must not depend on the folder that it starts in."""
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "mine.txt").write_text("not asked\n" * 400)
+    monkeypatch.chdir(tmp_path)
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS).made()
+    sources = read_json(run.folder / "0_data/data.json")["training"]["sources"]
+    assert [each["name"] for each in sources] == ["own answers"]

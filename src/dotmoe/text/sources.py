@@ -43,8 +43,8 @@ DOLMINO_PERCENT = {
 
 
 def means(source: str, name: str) -> bool:
-    """Whether a source is one of this package's by name; an existing file or folder is itself."""
-    return source == name and not _is_there(source)
+    """Whether a source is one of this package's by name; a folder of that name is `./NAME`."""
+    return source == name
 
 
 def text_of(config: DataConfig) -> DataConfig:
