@@ -159,6 +159,8 @@ def fingerprint_of(sources: Iterable[str]) -> str | None:
         name, _, _ = _split_name(source)
         path = Path(os.path.expanduser(name))
         lines.append(source)
+        if source in (SELF, PROMPTS):
+            continue
         if name in (STDLIB, STDLIB_HELDOUT):
             lines.append(platform.python_version())
             continue
