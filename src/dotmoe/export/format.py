@@ -261,8 +261,9 @@ def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]
     """Names of a layer's tensors in LLaMA's form; those of its FFN come last, if `ffn` is set."""
     parts = dense.family.names(dense.family.layers(dense.model)[layer])
     names = [f"model.layers.{layer}.{name}" for name in parts if not name.startswith("mlp.")]
-    projections = [dense.family.ffn_tensor(layer, part) for part in PROJECTIONS * ffn]
-    return names + projections
+    if ffn:
+        names += [dense.family.ffn_tensor(layer, part) for part in PROJECTIONS]
+    return names
 
 
 class Format(ABC):
@@ -351,8 +352,10 @@ class Format(ABC):
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         """Specs of all tensors, in the order that is best for reading and writing."""
         conversion.tensors.require_tensors(conversion.dense.model)
-        is_left_out = conversion.dense.config.tie_word_embeddings and not self.writes_tied_head
-        for name in [EMBEDDING, NORM] + [HEAD] * (not is_left_out):
+        outer = [EMBEDDING, NORM]
+        if self.writes_tied_head or not conversion.dense.config.tie_word_embeddings:
+            outer.append(HEAD)
+        for name in outer:
             yield self.dense_tensor(conversion, name)
         for layer in range(conversion.layout.num_layers):
             yield from self.layer_tensors(conversion, layer)

@@ -100,7 +100,8 @@ def verify(
         part: ExpertLayout, layer: int, router: nn.Module, _: nn.Module, args: Any, output: Tensor
     ) -> None:
         x_TD, seen_TN, actual_TD = (x.flatten(0, -2) for x in (inputs[layer], args[0], output))
-        chosen_TK = routes[part.target][layer] = form.chosen_experts(router, x_TD)
+        chosen_TK = form.chosen_experts(router, x_TD)
+        routes[part.target][layer] = chosen_TK
         layers.append(_compare(form, conversion, part, layer, x_TD, chosen_TK, seen_TN, actual_TD))
         conversion.on_progress(len(layers), len(layouts) * len(part.moe_layers), "layers verified")
 
@@ -208,9 +209,10 @@ def _compare(
     smallest = torch.finfo(torch.float32).tiny
     error_T = (actual_TD.float() - exact_TD).norm(dim=1) / exact_TD.norm(dim=1).clamp_min(smallest)
     error_T = error_T[typical_T]
-    return {
-        "layer": layer,
-        **({} if target.name == "ffn" else {"target": target.name}),
+    block: dict[str, Any] = {"layer": layer}
+    if target.name != "ffn":
+        block["target"] = target.name
+    return block | {
         "block_error": float(error_T.median()),
         "block_error_tail": float(error_T.quantile(0.95)),
         "misrouted": misrouted_share(logits_TE[typical_T], chosen_TK[typical_T]),

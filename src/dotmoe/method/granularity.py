@@ -132,7 +132,7 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
     """Turn the options into E, s and k for one FFN width.
 
     By default, s is `default_expert_size`, k is the paper's quarter of E, and nothing is shared; a
-    conversion settles its own defaults first, see `dotmoe.export.settled_experts`. A share of E is
+    conversion has defaults of its own, see `dotmoe.run.defaults`. A share of E is
     rounded half up, to at least 1. Raises a `UserError` if the experts do not fit the width (it
     names the nearest that do), if k is above E, or if all active experts would be shared.
 

@@ -34,7 +34,7 @@ from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig
-from dotmoe.run.settled import settled, splits_for
+from dotmoe.run.defaults import splits_for, with_defaults
 
 AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
@@ -167,7 +167,7 @@ def _sized(
         written = getattr(torch, options.export.export_dtype)
     model, family = meta_model(config), family_of(config)
     dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
-    options = settled(options, dense, written)
+    options = with_defaults(options, dense, written)
     splits = splits_for(options.method, options, dense, written)
     sizes = Sizes(model, splits, stored=stored, written=written)
     form = _format_or_refusal(dense, splits, options.export.format, written)

@@ -92,7 +92,7 @@ class Work(NamedTuple):
 
 
 class Stages:
-    """The stages of a conversion, with a config whose experts are settled; 0 tokens: no stage."""
+    """The stages of a conversion, with a config with its defaults for the model; 0 tokens: no stage."""
 
     def __init__(self, sizes: Sizes, config: RunConfig) -> None:
         self.sizes, self.config = sizes, config
