@@ -207,7 +207,8 @@ def test_rounding_waits_twice_a_round_and_once_to_see_the_end():
         plan_NE = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]]).to(device)
         with crossings() as seen:
             expert_N = greedy_assignment(plan_NE, capacity=2)
-    assert [each.function for each in seen if each.waits] == ["plan.extremes_of"] + 3 * ["plan.greedy_assignment"]
+    waiting = [each.function for each in seen if each.waits]
+    assert waiting == ["plan.extremes_of"] + 3 * ["plan.greedy_assignment"]
     assert expert_N.cpu().tolist() == [0, 0, 1, 1]
 
 

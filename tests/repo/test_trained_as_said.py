@@ -1,4 +1,4 @@
-"""What the commands of experiments train is what their pages say: parsed, with defaults, counted."""
+"""What the commands of experiments train is what their pages say: parsed, completed, counted."""
 
 import re
 import shlex

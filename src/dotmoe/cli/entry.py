@@ -58,9 +58,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _dispatch(name: str, words: Sequence[str]) -> None:
     """Do what a line asks for: a command, its help, or that of all."""
-    if name == "help":
-        name, words = (words[0], ("--help",)) if words else ("--help", ())
-    if name in ("-h", "--help", "--help-all"):
+    if name == "help" and words:
+        name, words = words[0], ("--help",)
+    if name in ("help", "-h", "--help", "--help-all"):
         print(overview())
     elif name == "--version":
         print(f"dotmoe {__version__}")
@@ -117,8 +117,9 @@ def message_of(error: Exception) -> str | None:
     refused = re.search(r"can(no|')t allocate memory", text, re.IGNORECASE)
     if on_gpu or refused or isinstance(error, MemoryError):
         remedy = "Lower --micro-batch-size or --seq-len, set --activation-checkpointing"
-        memory, other = ("GPU memory", "choose --device cpu") if on_gpu else ("memory", "get more")
-        return f"out of {memory} ({text}). {remedy}, or {other}."
+        if on_gpu:
+            return f"out of GPU memory ({text}). {remedy}, or choose --device cpu."
+        return f"out of memory ({text}). {remedy}, or get more."
     if not isinstance(error, OSError | SafetensorError | RuntimeError):
         return None
     cause: BaseException | None = error

@@ -101,7 +101,8 @@ def from_record(record: dict[str, Any]) -> Splits:
     """Inverse of `to_record`."""
     values = dict(record)
     beside = values.pop("beside", None)
-    return (Granularity(**values), *(from_record(beside) if beside else ()))
+    first = Granularity(**values)
+    return (first, *from_record(beside)) if beside else (first,)
 
 
 def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Splits:

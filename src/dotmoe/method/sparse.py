@@ -69,7 +69,7 @@ class SparseFFN(nn.Module):
     def weights(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter | None]]:
         """Each projection's name, the experts' rows, and the shared expert's rows if any."""
         experts = (self.gate_ESD, self.up_ESD, self.down_ESD)
-        shared = [None] * 3 if self.shared is None else list(self.shared)
+        shared = (None, None, None) if self.shared is None else tuple(self.shared)
         return zip(("gate", "up", "down"), experts, shared, strict=True)
 
     def dense_rows(self) -> dict[str, Tensor]:

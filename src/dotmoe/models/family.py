@@ -176,7 +176,8 @@ class Family:
         """Why this config cannot be converted exactly (with the remedy), or None."""
         if experts := _experts_in(config):
             return f"{experts}: {MOE}. Choose a dense one."
-        if (name := activation_name(config)) not in ACTIVATIONS:
+        name = activation_name(config)
+        if name not in ACTIVATIONS:
             return f"hidden_act is {name!r}, not SiLU or tanh GELU. Choose a SwiGLU or GeGLU model."
         if getattr(config, "mlp_bias", False):
             return "mlp_bias is true, but no stock MoE has it. Choose a model without it."
@@ -189,11 +190,14 @@ class Family:
         attending = (layer for layer in layers if getattr(layer, "self_attn", None))
         layer = next(attending, layers[0])  # of Qwen3.5 most have linear attention
         shapes = {name: weight.shape for name, weight in layer.named_parameters()}
-        norm = shapes.get("self_attn.q_norm.weight", torch.Size())
+        norm = shapes.get("self_attn.q_norm.weight")
+        qk_norm: Literal["none", "head", "full"] = "none"
+        if norm:
+            qk_norm = "head" if norm == (width,) else "full"
         # Up to the window, full and sliding attention compute the same.
-        kinds = stated(config, "layer_types") or ("sliding_attention",)
-        window = stated(config, "sliding_window")
-        attention = stated(config, "attention_multiplier")
+        kinds = declared(config, "layer_types") or ("sliding_attention",)
+        window = declared(config, "sliding_window")
+        attention = declared(config, "attention_multiplier")
         rotary = getattr(model.get_submodule("model"), "rotary_emb", None)
         frequencies = getattr(rotary, "inv_freq", None)
         # Granite 4 may have no positions and layers without attention.
@@ -203,7 +207,7 @@ class Family:
             head_dim=width,
             qkv_bias="self_attn.q_proj.bias" in shapes,
             output_bias="self_attn.o_proj.bias" in shapes,
-            qk_norm="none" if not norm else "head" if norm == (width,) else "full",
+            qk_norm=qk_norm,
             is_own=self.is_own or not is_usual,
             norms_after=hasattr(layer, self.ffn_norm_after),
             sliding_window=window if "sliding_attention" in kinds else None,
@@ -212,10 +216,10 @@ class Family:
             activation=ACTIVATIONS[activation_name(config)].name,
             rotated=1.0 if frequencies is None else 2 * len(frequencies) / width,
             multipliers=Multipliers(
-                embedding=float(stated(config, "embedding_multiplier", 1.0)),
-                residual=float(stated(config, "residual_multiplier", 1.0)),
+                embedding=float(declared(config, "embedding_multiplier", 1.0)),
+                residual=float(declared(config, "residual_multiplier", 1.0)),
                 attention=None if attention == width**-0.5 else attention,
-                logits_divisor=float(stated(config, "logits_scaling", 1.0)),
+                logits_divisor=float(declared(config, "logits_scaling", 1.0)),
             ),
         )
 
@@ -278,11 +282,11 @@ class Family:
 
     def stored(self, config: Any, name: str) -> TensorPart:
         """Where this family's checkpoints store the tensor that has `name` in LLaMA's form."""
-        heads, width = head_dim(config), config.intermediate_size
-        keys = config.num_key_value_heads * heads
-        rows = {"q_proj": config.num_attention_heads * heads, "k_proj": keys, "v_proj": keys}
+        of_head, of_ffn = head_dim(config), config.intermediate_size
+        queries, keys = config.num_attention_heads * of_head, config.num_key_value_heads * of_head
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         for fused, parts in self.fused.items():
-            ends = list(accumulate((rows.get(part, width) for part in parts), initial=0))
+            ends = list(accumulate((rows.get(part, of_ffn) for part in parts), initial=0))
             for part, *span in zip(parts, ends, ends[1:], strict=False):
                 if f".{part}." in name:
                     own = self.own_name(name.replace(part, fused))
@@ -310,14 +314,17 @@ FAMILIES = {
     "lfm2": Family(
         is_own=True,
         renamed={
-            **{"mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+            "mlp": "feed_forward",
+            "gate_proj": "w1",
+            "up_proj": "w3",
+            "down_proj": "w2",
             "norm": "embedding_norm",
         },
     ),
 }
 
 
-def stated(config: Any, key: str, default: Any = None) -> Any:
+def declared(config: Any, key: str, default: Any = None) -> Any:
     """Value of a key that the config's class declares; keys of other classes are ignored."""
     return getattr(config, key) if hasattr(type(config), key) else default
 
@@ -326,7 +333,7 @@ def state_ffn_width(config: Any) -> None:
     """Set `intermediate_size` to the width of the FFNs where a config states that otherwise."""
     if config.model_type == "granitemoehybrid":
         config.intermediate_size = config.shared_intermediate_size
-    if stated(config, "block_auto_adjust_ff_dim"):  # LFM2 rounds two thirds of the stated width
+    if declared(config, "block_auto_adjust_ff_dim"):  # LFM2 rounds two thirds of the stated width
         with torch.device("meta"):
             config.intermediate_size = Lfm2MLP(config).w1.out_features
         config.block_auto_adjust_ff_dim = False
@@ -334,8 +341,8 @@ def state_ffn_width(config: Any) -> None:
 
 def readout_of(config: Any) -> Readout:
     """How a model with this config makes logits."""
-    factor = stated(config, "logit_scale", 1.0) / stated(config, "logits_scaling", 1.0)
-    return Readout(float(factor), stated(config, "final_logit_softcapping"))
+    factor = declared(config, "logit_scale", 1.0) / declared(config, "logits_scaling", 1.0)
+    return Readout(float(factor), declared(config, "final_logit_softcapping"))
 
 
 def rope_of(config: Any) -> dict[str, Any]:
@@ -346,7 +353,7 @@ def rope_of(config: Any) -> dict[str, Any]:
 
 def activation_name(config: Any) -> str:
     """Name of the activation function of a model's FFNs."""
-    return str(stated(config, "hidden_activation") or stated(config, "hidden_act", "silu"))
+    return str(declared(config, "hidden_activation") or declared(config, "hidden_act", "silu"))
 
 
 def head_dim(config: Any) -> int:
@@ -359,11 +366,11 @@ def family_of(config: Any) -> Family:
     """The family of a Hugging Face config; raises `UserError` if it cannot be converted."""
     model_type = config.model_type
     if model_type not in FAMILIES:
+        # A type that Transformers knows is no typing error: olmo3 is not meant to be olmo2.
+        meant = "" if model_type in CONFIG_MAPPING else nearest(model_type, FAMILIES)
         raise UserError(
             f"model_type is {model_type!r}, which dotmoe cannot convert: {_unknown_in(config)}. "
-            f"Families: {', '.join(FAMILIES)}."
-            # A type that Transformers knows is no typing error: olmo3 is not meant to be olmo2.
-            f"{'' if model_type in CONFIG_MAPPING else nearest(model_type, FAMILIES)}"
+            f"Families: {', '.join(FAMILIES)}.{meant}"
         )
     family = FAMILIES[model_type]
     if refused := family.unsupported(config):
@@ -387,7 +394,8 @@ def _unknown_in(config: Any) -> str:
     parts = [name.removesuffix(".weight") for name, _ in layer.named_parameters()]
     if not any(name.endswith(("gate_proj", "gate_up_proj", ".w1")) for name in parts):
         return "its layers have no gated FFN"
-    if unknown := [name for name in parts if not _USUAL.fullmatch(name)]:
+    unknown = [name for name in parts if not _USUAL.fullmatch(name)]
+    if unknown:
         return f"its layers have {unknown[0]} ({len(unknown)} such parts), unknown to dotmoe"
     return "its layers have the usual parts, but what they compute was not checked"
 

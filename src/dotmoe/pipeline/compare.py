@@ -84,12 +84,10 @@ def points_of(config: CompareConfig, read: int | None = None) -> list[Point]:
     seeds = config.seeds or (config.seed,)
     if "all" in methods:
         methods = ("dot_moe", *METHODS, *PRUNING)
-    found = (
-        point
-        for method in methods
-        for seed in seeds
-        for point in _points_of(method, replace(plain, seed=seed), config, read)
-    )
+    found = list[Point]()
+    for method in methods:
+        for seed in seeds:
+            found += _points_of(method, replace(plain, seed=seed), config, read)
     return list(dict.fromkeys(found))  # runs that have no seed come once
 
 
@@ -106,7 +104,7 @@ def _plain(config: RunConfig) -> RunConfig:
     return replace(plain, experts=replace(plain.experts, first_dense_layers=first))
 
 
-def _fitting(
+def _suitable_points(
     config: CompareConfig, points: list[Point], dense: DenseModel, progress: Progress
 ) -> Iterator[Point]:
     """Yield the runs that fit the model; others are refused, or left out if methods is `all`."""
@@ -148,14 +146,11 @@ def _measure(
             if is_common or (name == names[-1] and not rows):
                 raise
 
-    runs = list(_fitting(config, points, model, progress))
+    runs = list(_suitable_points(config, points, model, progress))
     names = [point.name for point in runs]
     for point in runs:
         with unless_it_fails(point.name):
-            if isinstance(point.config, PruneRunConfig):
-                results = prune(point.config, progress)
-            else:
-                results = convert(point.config, progress).results
+            results = _made(point, progress)
             dense = results["dense"]
             if not rows:
                 rows.append(_dense_row(results["parameters"]["dense"], dense))
@@ -175,6 +170,13 @@ def _measure(
         **{name: dense[name] for name in ("text", "window", "protocol")},
         "provenance": provenance(config.seed),
     }
+
+
+def _made(point: Point, progress: Progress) -> dict[str, Any]:
+    """Results of a run, which is made unless it is already finished."""
+    if isinstance(point.config, PruneRunConfig):
+        return prune(point.config, progress)
+    return convert(point.config, progress).results
 
 
 def _dense_row(parameters: int, result: dict[str, Any]) -> Row:
@@ -200,56 +202,89 @@ def _points_of(
     method: str, plain: RunConfig, comparison: CompareConfig, read: int | None
 ) -> Iterator[Point]:
     """Yield the runs of one method with one seed; `plain` is the config that all methods share."""
-    suffix, out = f"-seed{plain.seed}" * bool(comparison.seeds), Path(plain.out)
-    if method in PRUNING:  # an option that it does not read must not change its identity
-        same = ("model", "data", "load", "eval_text", "other_text", "eval_tokens")
-        is_trained, align = PRUNING[method].is_trained, AlignConfig(steps=0)
-        if is_trained:
-            align = AlignConfig(steps=comparison.mask_steps, batch_size=plain.align.batch_size)
-        config = PruneRunConfig(
-            **{name: getattr(plain, name) for name in same},
-            out=str(out / (method + suffix * is_trained)),
-            method=method,
-            experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
-            calibrate=CalibrateConfig(calibration_tokens=read),
-            align=align,
-            seed=plain.seed * is_trained,
-        )
-        yield Point(method, config)
+    if method in PRUNING:
+        yield _pruning_point(method, plain, comparison, read)
         return
-    steps, options = plain.baseline.router_steps, replace(plain.baseline, router_steps=0)
-    plain = replace(plain, method=method, baseline=options)
     if method == "dot_moe":
-        changes: dict[str, Any] = {"untrained": {"align": replace(plain.align, steps=0)}}
-        if steps:
-            for variant, learns in (("router", False), ("trained", True)):
-                align = replace(plain.align, steps=steps, learn_assignment=learns)
-                changes[variant] = {"align": align}
-            paper = replace(
-                PAPER.align,
-                steps=steps,
-                batch_size=plain.align.batch_size,
-                max_epochs=plain.align.max_epochs,
-            )
-            changes["paper"] = {
-                "experts": replace(plain.experts, shared=0.0),
-                "calibrate": PAPER.calibrate,
-                "assignment": PAPER.assignment,
-                "align": paper,
-                "repair": False,
-            }
+        changes = _variants_of_ours(plain)
     else:
         if not METHODS[method].has_shared_expert:
             plain = replace(plain, experts=replace(plain.experts, shared=0.0))
-        own, ridge = (replace(options, split_router=router) for router in ("own", "ridge"))
-        changes = {"own": {"baseline": own}}
-        if not (METHODS[method].experts_of or METHODS[method].is_static):  # rows of another method
-            changes["ridge"] = {"baseline": ridge}
-        if steps and "ridge" in changes:
-            changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}
+        changes = _variants_of_rival(method, plain)
+    shared = replace(plain, method=method, baseline=replace(plain.baseline, router_steps=0))
+    suffix = f"-seed{plain.seed}" if comparison.seeds else ""
     for variant, change in changes.items():
-        name = {"paper": _PAPERS}.get(variant, _OURS) if method == "dot_moe" else method
-        yield Point(name, replace(plain, out=str(out / f"{method}-{variant}{suffix}"), **change))
+        name = method
+        if method == "dot_moe":
+            name = _PAPERS if variant == "paper" else _OURS
+        out = Path(plain.out) / f"{method}-{variant}{suffix}"
+        yield Point(name, replace(shared, out=str(out), **change))
+
+
+def _pruning_point(
+    method: str, plain: RunConfig, comparison: CompareConfig, read: int | None
+) -> Point:
+    """The run of a pruning method; an option that it does not read does not change its identity."""
+    align, name, seed = AlignConfig(steps=0), method, 0
+    if PRUNING[method].is_trained:
+        align = AlignConfig(steps=comparison.mask_steps, batch_size=plain.align.batch_size)
+        seed = plain.seed
+        if comparison.seeds:
+            name += f"-seed{seed}"
+    config = PruneRunConfig(
+        model=plain.model,
+        data=plain.data,
+        load=plain.load,
+        eval_text=plain.eval_text,
+        other_text=plain.other_text,
+        eval_tokens=plain.eval_tokens,
+        out=str(Path(plain.out) / name),
+        method=method,
+        experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
+        calibrate=CalibrateConfig(calibration_tokens=read),
+        align=align,
+        seed=seed,
+    )
+    return Point(method, config)
+
+
+def _variants_of_ours(plain: RunConfig) -> dict[str, dict[str, Any]]:
+    """What the runs of DOT-MoE change of the shared config, by the end of their folders' names."""
+    changes: dict[str, dict[str, Any]] = {"untrained": {"align": replace(plain.align, steps=0)}}
+    steps = plain.baseline.router_steps
+    if not steps:
+        return changes
+    for variant, learns in (("router", False), ("trained", True)):
+        align = replace(plain.align, steps=steps, learn_assignment=learns)
+        changes[variant] = {"align": align}
+    paper = replace(
+        PAPER.align,
+        steps=steps,
+        batch_size=plain.align.batch_size,
+        max_epochs=plain.align.max_epochs,
+    )
+    changes["paper"] = {
+        "experts": replace(plain.experts, shared=0.0),
+        "calibrate": PAPER.calibrate,
+        "assignment": PAPER.assignment,
+        "align": paper,
+        "repair": False,
+    }
+    return changes
+
+
+def _variants_of_rival(method: str, plain: RunConfig) -> dict[str, dict[str, Any]]:
+    """What the runs of another method change of the shared config: the router, and its training."""
+    options = replace(plain.baseline, router_steps=0)
+    changes = {"own": {"baseline": replace(options, split_router="own")}}
+    if METHODS[method].experts_of or METHODS[method].is_static:  # ridge: rows of another method
+        return changes
+    ridge = replace(options, split_router="ridge")
+    changes["ridge"] = {"baseline": ridge}
+    steps = plain.baseline.router_steps
+    if steps:
+        changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}
+    return changes
 
 
 def _trained(config: RunConfig) -> str | None:
@@ -271,7 +306,7 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
     exact, split = results.get("moe_own_router"), from_record(results["granularity"])[0]
     router: str = config.baseline.split_router
     if config.method == "dot_moe":
-        router = {"data": "ridge", "random": "random"}[config.calibrate.start]
+        router = "ridge" if config.calibrate.start == "data" else "random"
     folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
     read = text_tokens(config, results["steps"], model)
     frozen = Row(

@@ -412,7 +412,8 @@ def joined(
         record["pieces"] += 1
         ids = piece.ids
         if piece.is_start or last is not record:
-            ids = [*(() if last is None else end), *start, *ids]
+            before = start if last is None else [*end, *start]
+            ids = [*before, *ids]
         last = record
         record["tokens"] += len(ids)
         yield record, ids, piece.num_bytes

@@ -239,7 +239,9 @@ def _stream(source: str, files: list[Path], split: str, buffer: int, seed: int) 
     # Importing datasets takes seconds, and local files do not need it.
     from datasets import load_dataset, load_from_disk
 
-    name, _, part = (source, "", "") if _is_there(source) else source.partition(":")
+    name, part = source, ""
+    if not _is_there(source):
+        name, _, part = source.partition(":")
     named = {split: [str(path) for path in files]} if files else None
     if is_saved(Path(name)):
         saved = load_from_disk(name)

@@ -120,7 +120,8 @@ class Checkpoints:
         All ranks must call it; their number may have changed. Returns 0 if there is no checkpoint.
         Raises a `UserError` if a file of it is missing or truncated, or it holds other tensors.
         """
-        if (newest := broadcast_from_rank_zero(self.newest)) is None:
+        newest = broadcast_from_rank_zero(self.newest)
+        if newest is None:
             return 0
         try:
             with torch.no_grad():

@@ -137,9 +137,10 @@ def require_asked_alike(task: Values, other: Values) -> None:
     ours, theirs = (each.get("identity", {}) for each in (task, other))
     for name in _OF_A_TASK:
         if name in ours and name in theirs and ours[name] != theirs[name]:
-            values = f" ({ours[name]} and {theirs[name]})"
-            said = f"{name.replace('_', ' ')}{'' if name == 'data' else values}"
-            raise IncomparableError(f"asked with other {said}. {_REMEDY}")
+            setting = name.replace("_", " ")
+            if name != "data":
+                setting += f" ({ours[name]} and {theirs[name]})"
+            raise IncomparableError(f"asked with other {setting}. {_REMEDY}")
     cut, cut_too = (each.get("model", {}).get("context") for each in (task, other))
     if None not in (cut, cut_too) and cut != cut_too:
         raise IncomparableError(

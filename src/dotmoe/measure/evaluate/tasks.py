@@ -2,7 +2,7 @@
 
 import math
 import os.path
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -311,38 +311,36 @@ def shown_tasks(result: Values) -> list[Table | str]:
 
     Scores that were not asked for with the same settings have no difference; a line says why.
     """
-    sides, lines, notes = sides_of(result), list[str](), dict[str, dict[str, None]]()
+    sides = sides_of(result)
     scores = [main_scores(side["tasks"]) for side in sides]
-    for side in sides:
-        for label, average in side["averages"].items():
-            if label != "tasks" or len(side["averages"]) == 1:
-                of = ", ".join(f"{name} {100 * value:.1f}" for name, value in average["of"].items())
-                lines.append(f"{side['name']}: {with_error(average)}, average of {label} ({of})")
-        for name, task in side["tasks"].items():
-            for note in task["notes"]:
-                notes.setdefault(note, {})[name] = None
-    for label, shares in result.get("kept", {}).items():
-        said = [f"{_percent(each)} {name.replace('_', ' ')}" for name, each in shares.items()]
-        lines.append(f"{sides[1]['name']} keeps of the average of {label}: {', '.join(said)}")
     others = scores[0]
     unlike = dict[str, str]()
     if len(sides) > 1:
         unlike = _asked_unlike(sides[1]["tasks"], sides[0]["tasks"])
-    for name, why in unlike.items():
-        notes.setdefault(f"no difference: {why.rstrip('.')}", {})[name] = None
+
+    def guessing(score: Values) -> str:
+        chance = score["chance"]
+        return figure(None if chance is None else 100 * chance, ".0f")
+
+    def of_other(score: Values) -> str | None:
+        return with_error(others.get(score["task"]))
+
+    def change(score: Values) -> str | None:
+        if score["task"] in unlike:
+            return None
+        return shown_change(score, others.get(score["task"]))
+
     columns: dict[str, Callable[[Values], str | None]] = {
         "task": lambda score: score["task"],
         "metric": lambda score: score["metric"],
         "shots": lambda score: str(score["shots"]),
         "questions": lambda score: f"{score['questions']:,}",
-        "guessing": lambda score: figure(score["chance"] and 100 * score["chance"], ".0f"),
+        "guessing": guessing,
+        sides[0]["name"]: of_other,
     }
-    columns[sides[0]["name"]] = lambda score: with_error(others.get(score["task"]))
     if len(sides) > 1:
         columns[sides[1]["name"]] = with_error
-        columns["difference"] = lambda score: (
-            None if score["task"] in unlike else shown_change(score, others.get(score["task"]))
-        )
+        columns["difference"] = change
     table = table_of(
         scores[-1].values(),
         columns,
@@ -351,7 +349,32 @@ def shown_tasks(result: Values) -> list[Table | str]:
         "standard errors.",
         words=2,
     )
-    return [table, *lines, *(f"{', '.join(names)}: {note}." for note, names in notes.items())]
+    return [table, *_average_lines(result, sides), *_note_lines(sides, unlike)]
+
+
+def _average_lines(result: Values, sides: Sequence[Values]) -> Iterator[str]:
+    """Yield each average of each model, and how much of the dense model's is kept."""
+    for side in sides:
+        for label, average in side["averages"].items():
+            if label != "tasks" or len(side["averages"]) == 1:
+                of = ", ".join(f"{name} {100 * value:.1f}" for name, value in average["of"].items())
+                yield f"{side['name']}: {with_error(average)}, average of {label} ({of})"
+    for label, shares in result.get("kept", {}).items():
+        kept = [f"{_percent(each)} {name.replace('_', ' ')}" for name, each in shares.items()]
+        yield f"{sides[1]['name']} keeps of the average of {label}: {', '.join(kept)}"
+
+
+def _note_lines(sides: Sequence[Values], unlike: Mapping[str, str]) -> Iterator[str]:
+    """Yield each note on the tasks, and why scores have no difference, after the tasks' names."""
+    notes = dict[str, list[str]]()
+    for side in sides:
+        for name, task in side["tasks"].items():
+            for note in task["notes"]:
+                notes.setdefault(note, []).append(name)
+    for name, why in unlike.items():
+        notes.setdefault(f"no difference: {why.rstrip('.')}", []).append(name)
+    for note, names in notes.items():
+        yield f"{', '.join(dict.fromkeys(names))}: {note}."
 
 
 def _asked_unlike(tasks: Mapping[str, Values], others: Mapping[str, Values]) -> dict[str, str]:
@@ -381,9 +404,11 @@ def shown_change(score: Values, other: Values | None) -> str | None:
     """How far a score is above another, with its error; `*` if by more than two of them."""
     if other is None:
         return None
-    factor, (change, stderr) = 100 if is_share(score) else 1, score_difference(score, other)
+    change, stderr = score_difference(score, other)
+    factor = 100 if is_share(score) else 1
     error = "" if stderr is None else f" ± {factor * stderr:.2g}"
-    return f"{factor * change:+.3g}{error}" + " *" * differ(score, other)
+    mark = " *" if differ(score, other) else ""
+    return f"{factor * change:+.3g}{error}{mark}"
 
 
 def _percent(share: tuple[float, float | None] | None) -> str:
@@ -397,6 +422,8 @@ def with_error(score: Values | None) -> str | None:
     """A score and its standard error, if that is known; shares of right answers in per cent."""
     if score is None:
         return None
-    factor, form = (100, ".1f") if is_share(score) else (1, ".3f")
+    factor, form = 1, ".3f"
+    if is_share(score):
+        factor, form = 100, ".1f"
     error = "" if score["stderr"] is None else f" ± {factor * score['stderr']:{form}}"
     return f"{factor * score['value']:{form}}{error}"

@@ -114,6 +114,11 @@ class Step:
         return self.train in ("everything", "experts")
 
     @property
+    def can_offload(self) -> bool:
+        """Whether what is trained may stay in the memory of the host."""
+        return self.trains_weights and not self.on_cpu
+
+    @property
     def has_teacher(self) -> bool:
         """Whether the dense model runs on the same tokens."""
         return self.is_alignment or self.distils

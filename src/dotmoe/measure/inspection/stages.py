@@ -92,7 +92,7 @@ class Work(NamedTuple):
 
 
 class Stages:
-    """The stages of a conversion, with a config with its defaults for the model; 0 tokens: no stage."""
+    """The stages of a conversion whose config has its defaults; 0 tokens: no stage."""
 
     def __init__(self, sizes: Sizes, config: RunConfig) -> None:
         self.sizes, self.config = sizes, config
@@ -152,7 +152,8 @@ class Stages:
             trainables = self.sizes.affinities + self.sizes.counts.routers
             row = {"stage": "alignment", "hours": align["hours"], "disk": 6 * FLOAT32 * trainables}
             row |= {"memory": way["memory"], "memory_total": way["memory_total"]}
-            rows.insert(1 + self.compares_layers + (self.calibration_tokens > 0), row)
+            start = [row["stage"] for row in rows].index("extraction")
+            rows.insert(start, row)
         for row in rows:
             row["fits"] = row["memory_total"] <= USABLE_SHARE * machine.memory_bytes
         hours = [row["hours"] for row in rows]

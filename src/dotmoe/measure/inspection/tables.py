@@ -155,9 +155,9 @@ def _plans(run: Values, plans: list[Values]) -> Table:
             time = in_time(plan["hours"])
             rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])
         else:
-            rows.append([_machine(plan), "does not fit", *[""] * 5])
+            rows.append([_machine(plan), "does not fit", "", "", "", "", ""])
     task = plans[0]["task"]
-    name = {"align": "alignment", "finetune": "optional finetuning"}[task]
+    name = "alignment" if task == "align" else "optional finetuning"
     return Table(
         title=f"{name} of {run['tokens'][task]:,} tokens (estimated; GPUs at "
         "assumed shares of the rates that vendors quote, not measured)",

@@ -101,10 +101,12 @@ def _what_next(results: RunResults) -> list[RenderableType]:
         chats = True
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
-    commands = {"generate": write + (["--chat-template"] if chats else ["--temperature", "0.8"])}
+    write += ["--chat-template"] if chats else ["--temperature", "0.8"]
+    commands = {"generate": write}
     if any(server.startswith("vLLM") for server in record.servers):
-        own = ["--trust-remote-code", "--enforce-eager"] * (record.format == "dotmoe")
-        commands["serve"] = ["vllm", "serve", str(export), "--dtype", record.dtype, *own]
+        commands["serve"] = ["vllm", "serve", str(export), "--dtype", record.dtype]
+        if record.format == "dotmoe":
+            commands["serve"] += ["--trust-remote-code", "--enforce-eager"]
     if not results.is_finetuned and targets_of(results.splits) == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
     notes = f" (with {len(record.notes)} notes for serving)" if record.notes else ""

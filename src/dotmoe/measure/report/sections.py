@@ -87,9 +87,11 @@ def _analysis(_: RunResults, analysis: Values) -> Blocks:
 
 
 def _training(name: str, run: RunResults) -> Blocks:
-    if not (steps := run.steps[name]):
-        is_start = name == "align" and not run.is_finetuned
-        return ["None: the start was extracted without alignment."] * is_start
+    steps = run.steps[name]
+    if not steps:
+        if name == "align" and not run.is_finetuned:
+            return ["None: the start was extracted without alignment."]
+        return []
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
     return [
@@ -163,11 +165,15 @@ def _missing(run: RunResults, _: Values) -> Blocks:
         blocks.append(Block("warning", said))
     for name, (what, words) in wanted.items():
         if name not in there:
-            keep = f" > {shlex.quote(f'{folder}/6_evaluate/bench.json')}" * (name == "bench")
-            blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
+            line = shlex.join(words)
+            if name == "bench":
+                line += f" > {shlex.quote(f'{folder}/6_evaluate/bench.json')}"
+            blocks += [f"{what}:", Block("command", line)]
+    if not blocks:
+        return []
     note = "Each command adds its result to the run; dotmoe report then updates this page. Replace "
     note += "HELD_OUT.txt with a text of your own that the model was not trained on."
-    return blocks and [*blocks, Block("note", note)]
+    return [*blocks, Block("note", note)]
 
 
 SECTIONS: list[tuple[str, str, Section]] = [
@@ -214,13 +220,15 @@ def in_short(moe: Values, dense: Values, counts: Values) -> str:
 def overview(models: Mapping[str, Values], counts: Values) -> Table:
     """Perplexity of each model, also relative to the first, the dense one, and its work."""
     dense = next(iter(models.values()))
+
+    def parameters(row: tuple[str, Values]) -> str:
+        return millions(counts["dense"] if row[1] is dense else counts["active"])
+
     columns: dict[str, Callable[[tuple[str, Values]], str]] = {
         "model": lambda row: row[0],
         "perplexity": lambda row: f"{row[1]['perplexity']:.2f}",
         "times dense": lambda row: figure(times_perplexity(row[1], dense), ".3f"),
-        "parameters for a token": lambda row: millions(
-            counts["dense" if row[1] is dense else "active"]
-        ),
+        "parameters for a token": parameters,
     }
     return table_of(models.items(), columns)
 
@@ -231,7 +239,8 @@ def _weights(run: RunResults) -> str:
         origin = "repair refitted the output projections of the experts"
         if target != "attention" and run.config["repairing"].get("repair_epochs"):
             origin = "repair trained the FFNs"
-            origin += " and refitted the attention's output projections" * (target == "both")
+            if target == "both":
+                origin += " and refitted the attention's output projections"
         origin += "; everything else is the dense model's"
     elif run.is_finetuned:
         trained = {"experts": "the experts", "lora": "low-rank adapters and routers"}
