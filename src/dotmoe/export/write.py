@@ -106,10 +106,7 @@ def export(
     exact = on_disk(dense, device, torch.float32)
     unverified = out.with_name(out.name + "_unverified")
     with complete_folder(out) as folder:
-        if (unverified / RECORD_FILE).is_file():  # left by an earlier attempt
-            shutil.rmtree(unverified)
-        if unverified.exists():
-            raise UserError(f"{unverified} exists and is not an export. Move it away.")
+        _remove_earlier(unverified)
         sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
         routers = []
         if form.gating.score != "none":
@@ -124,15 +121,17 @@ def export(
             origin=origin or dense,
             on_progress=on_progress,
         )
-        problems, verification = routing_problems(routers, sample_BT.numel()), None
         files = form.write(conversion, folder)
+        tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
+        problems = routing_problems(routers, sample_BT.numel())
+        verification = None
         try:
-            tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
             verification, beyond = form.check(conversion, folder, tokens_BT)
             problems += beyond
         except (VerificationError, WorkerDiedError) as error:
             problems.append(str(error).replace(str(folder), str(unverified)))
-        if lowered := context_note(dense, splits_in(layouts), form, dtype):
+        lowered = context_note(dense, splits_in(layouts), form, dtype)
+        if lowered:
             notes.append(lowered)
         record = record_of(
             conversion,
@@ -149,8 +148,18 @@ def export(
         record.write(folder)
         if problems:
             folder.rename(unverified)
-            more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
-            raise VerificationError(
-                f"{problems[0]}{more} The unverified export is kept as {unverified}."
-            )
+            raise _unverified_error(problems, unverified)
     return record
+
+
+def _remove_earlier(unverified: Path) -> None:
+    """Remove the export that an earlier attempt left unverified; any other file is refused."""
+    if (unverified / RECORD_FILE).is_file():
+        shutil.rmtree(unverified)
+    if unverified.exists():
+        raise UserError(f"{unverified} exists and is not an export. Move it away.")
+
+
+def _unverified_error(problems: list[str], unverified: Path) -> VerificationError:
+    more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
+    return VerificationError(f"{problems[0]}{more} The unverified export is kept as {unverified}.")

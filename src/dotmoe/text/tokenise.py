@@ -125,9 +125,7 @@ def tokenise(
     there is too little text or disk space. A share of `eval_text` that is training text, also that
     of `beside`, is printed, recorded as `overlap`, and part of the name of the held-out text.
     """
-    if data.seq_len > dense.widths.context:
-        data = replace(data, seq_len=dense.widths.context)
-        progress.log(f"seq_len lowered to {data.seq_len}, the context of the model")
+    data = _in_context(data, dense, progress)
     tokens = tokens_to_read(blocks * data.seq_len, min_tokens)
     if not own.fitted:
         progress.log(f"training text: up to {tokens:,} tokens are read")
@@ -160,6 +158,14 @@ def tokenise(
         progress.log(note)
     write_json(folder / _RECORD, {**record, "heldout_name": name})
     return TokenisedText.load(folder)
+
+
+def _in_context(data: DataConfig, dense: DenseModel, progress: Progress) -> DataConfig:
+    """The config with blocks that are no longer than the context of the model."""
+    if data.seq_len <= dense.widths.context:
+        return data
+    progress.log(f"seq_len lowered to {dense.widths.context}, the context of the model")
+    return replace(data, seq_len=dense.widths.context)
 
 
 def _decontaminated(whole: Path, heldout: Path, training: Path, progress: Progress) -> int:

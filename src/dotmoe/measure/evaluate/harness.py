@@ -73,18 +73,7 @@ def loaded_tasks(
     stock = Path(lm_eval.tasks.__file__).parent
     with TemporaryDirectory() as folder:
         for name, (definition, files) in local.items():
-            changed: Values = {
-                "include": f"{stock / definition}.yaml",
-                "task": name,
-                "tag": [],
-                "dataset_path": "json",
-                "dataset_name": None,
-                "dataset_kwargs": {"data_files": {s: str(path) for s, path in files.items()}},
-            }
-            for split, key in SPLITS.items():
-                changed[key] = split if split in files else None
-            if "train" not in files:
-                changed["fewshot_split"] = None
+            changed = _definition(name, f"{stock / definition}.yaml", files)
             write_json(Path(folder) / f"{name}.yaml", changed)  # JSON is YAML
         # Reading all of the harness's own tasks takes a quarter of a minute.
         manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=not local)
@@ -113,6 +102,23 @@ def loaded_tasks(
             _require_limits(name, tasks)
             loaded[name] = [groups[name]] if name in groups else list(tasks)
         return loaded
+
+
+def _definition(name: str, stock: str, files: Mapping[str, Path]) -> Values:
+    """A task's definition: that of the file `stock`, with a file of rows for each split."""
+    changed: Values = {
+        "include": stock,
+        "task": name,
+        "tag": [],
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(path) for split, path in files.items()}},
+    }
+    for split, key in SPLITS.items():
+        changed[key] = split if split in files else None
+    if "train" not in files:
+        changed["fewshot_split"] = None
+    return changed
 
 
 def _require_limits(name: str, tasks: Iterable[Any]) -> None:

@@ -86,17 +86,9 @@ def perplexity(
     Raises:
         UserError: There is nothing to score, or the loss is over 100 or not finite.
     """
-    full, rest = divmod(text.tokens.numel(), window)
-    whole = text.tokens[: full * window].view(full, window)
-    batches = list(torch.split(whole, batch_size)) if full else []
-    if rest >= 2 and not text.only_full_windows:
-        batches.append(text.tokens[-rest:][None])
-    if not batches:
-        raise UserError(
-            f"{text.tokens.numel()} tokens of text fill no window of {window}. Give more text, or "
-            "lower --window."
-        )
-    total, scored, done, num_tokens = 0.0, 0, 0, sum(batch.numel() for batch in batches)
+    batches = _batches_of(text, window, batch_size)
+    num_tokens = sum(batch.numel() for batch in batches)
+    total, scored, done = 0.0, 0, 0
     windows = list[float]()
     for batch in batches:
         nats_BT = nats(batch)
@@ -133,6 +125,21 @@ def perplexity(
         f"tokens, {error}.",
     }
     return result | {"stderr": error_over(windows, scored_in(result))}
+
+
+def _batches_of(text: ScoredText, window: int, batch_size: int) -> list[Tensor]:
+    """The windows of a text, [B, T] each time; the last, shorter one alone."""
+    full, rest = divmod(text.tokens.numel(), window)
+    whole = text.tokens[: full * window].view(full, window)
+    batches = list(torch.split(whole, batch_size)) if full else []
+    if rest >= 2 and not text.only_full_windows:
+        batches.append(text.tokens[-rest:][None])
+    if not batches:
+        raise UserError(
+            f"{text.tokens.numel()} tokens of text fill no window of {window}. Give more text, or "
+            "lower --window."
+        )
+    return batches
 
 
 def packed_text(config: TextConfig, tokenizer: Any) -> ScoredText:

@@ -132,8 +132,8 @@ def _configuration(run: RunResults, _: Values) -> Blocks:
     ]
 
 
-def _missing(run: RunResults, _: Values) -> Blocks:
-    """Measurements that are missing, each with the command that makes it, and those left out."""
+def _wanted(run: RunResults) -> dict[str, tuple[str, list[str]]]:
+    """What a run can be measured for, in words, and the command for it, by the file it writes."""
     folder, dense = str(run.folder), run.dense_model
     out = ["--out", f"{folder}/6_evaluate"]
     text, asked = ["--text", "HELD_OUT.txt", *out], ["--generate", "64", "--prompts", "PROMPT"]
@@ -154,6 +154,11 @@ def _missing(run: RunResults, _: Values) -> Blocks:
         del wanted["curve"]
     if len(run.splits) > 1:  # two different k
         del wanted["bench"]
+    return wanted
+
+
+def _missing(run: RunResults, _: Values) -> Blocks:
+    """Measurements that are missing, each with the command that makes it, and those left out."""
     there = {name.partition("/")[0] for name in run.files}
     if "tasks" not in there:
         there.discard("against")
@@ -163,11 +168,11 @@ def _missing(run: RunResults, _: Values) -> Blocks:
         said = "Left out, because they measured another model than this export, or do not say "
         said += f"which: {names} in 6_evaluate. Delete them, and measure again."
         blocks.append(Block("warning", said))
-    for name, (what, words) in wanted.items():
+    for name, (what, words) in _wanted(run).items():
         if name not in there:
             line = shlex.join(words)
             if name == "bench":
-                line += f" > {shlex.quote(f'{folder}/6_evaluate/bench.json')}"
+                line += f" > {shlex.quote(f'{run.folder}/6_evaluate/bench.json')}"
             blocks += [f"{what}:", Block("command", line)]
     if not blocks:
         return []
