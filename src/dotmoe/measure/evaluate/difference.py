@@ -110,6 +110,11 @@ def error_over(values: Sequence[float], weights: Sequence[float]) -> float | Non
     return math.sqrt(number / (number - 1) * squares) / total
 
 
+def error_of_mean(values: Sequence[float]) -> float | None:
+    """Standard error of the mean of values that all count alike; None for fewer than two."""
+    return error_over(values, [1 for _ in values])
+
+
 def scored_in(result: Values) -> list[int]:
     """Number of scored tokens in each window: all but the first of a window."""
     windows = len(result.get("window_losses", ()))
@@ -158,7 +163,7 @@ def score_difference(score: Values, other: Values) -> tuple[float, float | None]
     ours, theirs = (each.get("per_question") or () for each in (score, other))
     if ours and len(ours) == len(theirs):
         gains = [a - b for a, b in zip(ours, theirs, strict=True)]
-        return change, error_over(gains, [1] * len(gains))
+        return change, error_of_mean(gains)
     errors = score["stderr"], other["stderr"]
     return change, None if None in errors else math.hypot(*errors)
 

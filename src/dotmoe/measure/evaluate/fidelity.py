@@ -15,7 +15,7 @@ from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.measure.config import EvaluateConfig
-from dotmoe.measure.evaluate.difference import IncomparableError, error_over
+from dotmoe.measure.evaluate.difference import IncomparableError, error_of_mean
 from dotmoe.measure.evaluate.models import (
     StockModel,
     dense_model_of,
@@ -68,7 +68,7 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
         "before_head": sums.closeness("before"),
         "after_head": sums.closeness("after"),
         "kl": sums.kl / sums.tokens,
-        "kl_stderr": error_over(sums.window_kls, [1] * len(sums.window_kls)),
+        "kl_stderr": error_of_mean(sums.window_kls),
         "window_kls": sums.window_kls,
         "top1_agreement": sums.same_top1 / sums.tokens,
         "ffn": [{"layer": layer, **sums.closeness(layer)} for layer in ffns],
