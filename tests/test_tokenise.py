@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dotmoe.common.progress import Progress
-from dotmoe.text.blocks import pack
 from dotmoe.text.config import DataConfig
+from dotmoe.text.packing import pack
 from dotmoe.text.sources import documents
 from dotmoe.text.tokenise import TokenisedText, require_sources, tokenise
 

@@ -18,18 +18,16 @@ from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import harness, programs
 from dotmoe.measure.evaluate.difference import kept
 from dotmoe.measure.evaluate.harness import chance_of, harness_model, run_tasks
+from dotmoe.measure.evaluate.task_tables import differ, shown_change, with_error
 from dotmoe.measure.evaluate.tasks import (
     PAPER,
     SETS,
     TASKS,
-    differ,
     is_share,
     local_files,
     mark_main,
     mean_of,
     of_model,
-    shown_change,
-    with_error,
 )
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.identity import fingerprint

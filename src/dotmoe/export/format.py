@@ -22,7 +22,8 @@ from dotmoe.export.config import GgufConfig
 from dotmoe.method.granularity import Granularity, Splits, targets_of
 from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
-from dotmoe.models.family import SILU, DenseModel, Multipliers, rope_of
+from dotmoe.models.family import DenseModel, rope_of
+from dotmoe.models.traits import SILU, Multipliers
 
 BLOCKS = {name: (1, dtype.itemsize) for name, dtype in DTYPES.items()}
 BLOCKS |= {"Q8_0": (32, 34), "Q4_0": (32, 18)}

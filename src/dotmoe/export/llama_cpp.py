@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the child process does not import torch
     from torch import Tensor
 
     from dotmoe.method.granularity import Granularity
-    from dotmoe.models.family import DecoderTraits
+    from dotmoe.models.traits import DecoderTraits
 
 
 def most_active_experts(

@@ -20,9 +20,10 @@ from dotmoe.common.files import read_json
 from dotmoe.export.format import Conversion, Format
 from dotmoe.export.routers import MISROUTED, beyond, largest_share, misrouted_share, outliers_in
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.models.family import SILU, TARGETS, Activation, DenseModel
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.on_disk import exported_on_disk, on_disk
+from dotmoe.models.traits import SILU, Activation
 
 FOLDED = 2.0**-8
 """Relative error of a block whose down projections were rounded to bfloat16 after scaling."""

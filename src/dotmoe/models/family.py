@@ -7,14 +7,12 @@ an FFN neuron one column of `down_proj`, a query head the columns of `o_proj` th
 import copy
 import os.path
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +23,7 @@ from transformers.activations import ACT2FN
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from dotmoe.common.errors import UserError, nearest
+from dotmoe.models.traits import ACTIVATIONS, SILU, Activation, DecoderTraits, Multipliers, Readout
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"
@@ -33,90 +32,6 @@ _USUAL = re.compile(
     r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
 )
 """Names of the tensors of a layer in most families."""
-TOKENS_AT_ONCE = 4096
-"""Tokens of a `Stream` whose activations exist at once."""
-
-
-class Multipliers(NamedTuple):
-    """Constant factors in a decoder, as in Granite; the defaults change nothing."""
-
-    embedding: float = 1.0
-    residual: float = 1.0
-    """Factor of what attention and FFN add to the residual stream."""
-    attention: float | None = None
-    """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
-    logits_divisor: float = 1.0
-
-
-class Activation(NamedTuple):
-    """The function of a gate, elementwise, and its gradient."""
-
-    name: str
-    apply: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-    """Maps dL/d(output) and the input to dL/d(input)."""
-
-
-SILU = Activation("SiLU", F.silu, torch.ops.aten.silu_backward)
-GELU = Activation(
-    "tanh GELU",
-    partial(F.gelu, approximate="tanh"),
-    partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-)
-
-
-class Readout(NamedTuple):
-    """How logits follow from the product z of hidden states and head: cap tanh(factor z / cap)."""
-
-    factor: float = 1.0
-    """Factor of all logits, as in Granite and Cohere."""
-    cap: float | None = None
-    """Bound of a logit's size, as in Gemma; None: logits are factor z."""
-
-    def logits(self, product_TV: Tensor) -> Tensor:
-        """Logits in float32, [T, V]."""
-        logits_TV = product_TV.float() if self.factor == 1 else product_TV.float() * self.factor
-        return logits_TV if self.cap is None else torch.tanh(logits_TV / self.cap) * self.cap
-
-    def slope(self, logits_TV: Tensor) -> Tensor | float:
-        """d(logit)/dz: [T, V], or one number where it is the same everywhere."""
-        if self.cap is None:
-            return self.factor
-        return (logits_TV / self.cap).square().neg_().add_(1).mul_(self.factor)
-
-
-PLAIN = Readout()
-ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU}
-"""Activation functions of gates, by their names in configs."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderTraits:
-    """Features outside the FFN that an output architecture must be able to hold."""
-
-    head_dim: int
-    """Width of one attention head; it may differ from hidden_size / heads."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Whether the attention's output projection has a bias."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm of queries and keys: none, on each head, or over all heads at once."""
-    is_own: bool = False
-    """Whether these traits leave out how the decoder computes; see `Family.is_own`."""
-    norms_after: bool = False
-    """Whether RMSNorms follow attention and FFN, in the residual branch; none precede them, except
-    in a decoder of its own."""
-    sliding_window: int | None = None
-    """Size of the attention window in tokens; None for full attention."""
-    all_slide: bool = True
-    """Whether all layers have the window, not some."""
-    scaled_from: int | None = None
-    """Position from which on queries are scaled, as in Ministral 3; None: none are."""
-    activation: str = SILU.name
-    """Name of the FFNs' activation function."""
-    rotated: float = 1.0
-    """Share of each head that rotary embeddings rotate, above 0, at most 1."""
-    multipliers: Multipliers = field(default_factory=Multipliers)
 
 
 class TensorPart(NamedTuple):
@@ -528,59 +443,6 @@ class DenseModel:
         """Raise a `ValueError` if the weights are elsewhere than in `places`."""
         if self.weights not in places:
             raise ValueError(f"weights of {self.source} are in {self.weights}, not {places}")
-
-
-class Stream:
-    """The hidden states between two decoder layers, [B, T, D], on the CPU.
-
-    Whoever makes it may move `hidden_BTD` elsewhere, where they stay. Layers are called as the
-    model's trunk calls them, even if the model no longer has them.
-    """
-
-    def __init__(
-        self, dense: DenseModel, tokens_BT: Tensor, parts: Sequence[slice] | None = None
-    ) -> None:
-        """Start before the first layer; rows run in `parts`, by default of up to 4,096 tokens."""
-        num_rows, seq_len = tokens_BT.shape
-        rows = max(1, TOKENS_AT_ONCE // seq_len)
-        self.parts = parts or [slice(row, row + rows) for row in range(0, num_rows, rows)]
-        self._device, self._layers = dense.device, list(dense.family.layers(dense.model))
-        self._arguments = _arguments(dense, tokens_BT[:1])
-        embed: Any = dense.model.get_input_embeddings()  # type: ignore[operator]
-        factor = dense.traits.multipliers.embedding
-        parts_BT = [tokens_BT[part].to(self._device) for part in self.parts]
-        self.hidden_BTD = torch.cat([(embed(part_BT) * factor).cpu() for part_BT in parts_BT])
-
-    def after(self, index: int, part: slice) -> Tensor:
-        """Hidden states of some rows after a layer, on its device; the stream does not advance."""
-        hidden_BTD = self.hidden_BTD[part].to(self._device, non_blocking=True)
-        output: Tensor = self._layers[index](hidden_BTD, **self._arguments[index])
-        return output
-
-    def advance(self, index: int) -> None:
-        """Run the stream through a layer."""
-        for part in self.parts:
-            self.hidden_BTD[part] = self.after(index, part)
-
-    def clone(self) -> Self:
-        """A copy of the stream at the same layer."""
-        other = copy.copy(self)
-        other.hidden_BTD = self.hidden_BTD.clone()
-        return other
-
-
-def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
-    """Keyword arguments that the trunk passes to each decoder layer: positions and masks."""
-    arguments: list[dict[str, Any]] = []
-
-    def keep(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        arguments.append(kwargs)
-
-    with ExitStack() as hooks:
-        for layer in dense.family.layers(dense.model):
-            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
-        dense.model.get_submodule("model")(input_ids=tokens_1T.to(dense.device), use_cache=False)
-    return arguments
 
 
 def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:

@@ -10,15 +10,9 @@ from dotmoe.common.files import read_json, write_json
 from dotmoe.common.progress import Progress
 from dotmoe.models.family import DenseModel
 from dotmoe.text.answers import OwnAnswers, num_answer_tokens
-from dotmoe.text.blocks import (
-    Record,
-    TokenBlocks,
-    overlap,
-    pack_sources,
-    split_off_tail,
-    write_decontaminated,
-)
+from dotmoe.text.blocks import TokenBlocks, overlap, split_off_tail, write_decontaminated
 from dotmoe.text.config import DataConfig
+from dotmoe.text.packing import Record, pack_sources
 from dotmoe.text.sources import PROMPTS, SELF, documents, means, sources_of, text_of
 from dotmoe.text.whole_chats import whole_chats
 

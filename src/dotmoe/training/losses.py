@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.common.distributed import full_tensor, memory_of, product_in_float32
-from dotmoe.models.family import PLAIN, DenseModel, Readout
+from dotmoe.models.family import DenseModel
+from dotmoe.models.traits import PLAIN, Readout
 
 IGNORED = -100
 """Label of a position that has no next token."""

@@ -39,9 +39,10 @@ from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import load_weights
 from dotmoe.models.source import checkpoint_folder
 from dotmoe.models.tokenizer import load_tokenizer
-from dotmoe.text.blocks import TokenBlocks, pack, separator_of
+from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import whole
+from dotmoe.text.packing import pack, separator_of
 from dotmoe.text.sources import documents
 
 FEW_WINDOWS = 16
@@ -145,7 +146,7 @@ def _batches_of(text: ScoredText, window: int, batch_size: int) -> list[Tensor]:
 def packed_text(config: TextConfig, tokenizer: Any) -> ScoredText:
     r"""Tokens of `config.text`, joined as `config.protocol` specifies.
 
-    packed: see `dotmoe.text.blocks.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the
+    packed: see `dotmoe.text.packing.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the
     tokenizer's own special tokens. Lines keep their line ends, and blank lines become empty:
     this restores the rows of the data set `wikitext-2-raw-v1` from its file. Each document begins a
     line, as rows do.

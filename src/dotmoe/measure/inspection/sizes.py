@@ -14,7 +14,8 @@ from torch import nn
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import FinetuneConfig, Train
 from dotmoe.method.granularity import Splits, targets_of
-from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, widths_of
+from dotmoe.models.family import TARGETS, family_of, widths_of
+from dotmoe.models.stream import TOKENS_AT_ONCE
 from dotmoe.training.losses import chunk_rows
 
 Items = Mapping[str, int]

@@ -13,7 +13,7 @@ from dotmoe.measure.evaluate import MEASUREMENTS
 from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.evaluate.models import sides_of
 from dotmoe.measure.evaluate.perplexity import curve_table, perplexity_table, text_names
-from dotmoe.measure.evaluate.tasks import shown_tasks
+from dotmoe.measure.evaluate.task_tables import shown_tasks
 from dotmoe.measure.inspection.tables import counts_table, in_words
 from dotmoe.measure.report.results import RunResults
 from dotmoe.method.granularity import targets_of
