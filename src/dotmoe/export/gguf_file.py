@@ -18,7 +18,7 @@ from dotmoe.common.files import require_finite, require_free
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export import llama_cpp
 from dotmoe.export.format import Conversion, Format, TensorSpec
-from dotmoe.export.routers import beyond
+from dotmoe.export.routers import exceeded_limits
 from dotmoe.export.verify import logits_error, logits_of, top1_agreement
 from dotmoe.method.layout import splits_in
 from dotmoe.method.masked import masked_by
@@ -188,4 +188,4 @@ def _problems(run: dict[str, Any], form: Format, gguf_type: str) -> list[str]:
         ("dense model, all experts on", run["all_experts_error"] or 0.0, limit),
     ]
     what = "llama.cpp computes something else: median logit error against the"
-    return [f"{what} {problem}" for problem in beyond(metrics)]
+    return [f"{what} {problem}" for problem in exceeded_limits(metrics)]

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import read_json
 from dotmoe.export.format import Conversion, Format
-from dotmoe.export.routers import MISROUTED, beyond, largest_share, misrouted_share, outliers_in
+from dotmoe.export.routers import (
+    MISROUTED,
+    exceeded_limits,
+    largest_share,
+    misrouted_share,
+    outliers_in,
+)
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.hooks import input_hooks
@@ -171,7 +177,7 @@ def problems(measured: Mapping[str, Any], block_error: float, rounding: float) -
         ("median logit error at k = E", measured["dense_error"] or 0.0, at_full),
     ]
     what = "The exported model differs from the masked dense model"
-    return [f"{what}: {problem}" for problem in beyond(metrics)]
+    return [f"{what}: {problem}" for problem in exceeded_limits(metrics)]
 
 
 def _compare(

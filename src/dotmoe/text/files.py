@@ -50,7 +50,7 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def whole(documents: Iterable[str]) -> Iterator[str]:
+def whole_documents(documents: Iterable[str]) -> Iterator[str]:
     """The documents, each in one string: parts are joined to what they go on from."""
     parts = list[str]()
     for document in documents:

@@ -168,7 +168,7 @@ def score_difference(score: Values, other: Values) -> tuple[float, float | None]
     return change, None if None in errors else math.hypot(*errors)
 
 
-def kept(average: Values, other: Values) -> Values:
+def share_kept(average: Values, other: Values) -> Values:
     """Share that an average is of another one: `of_all`, and `above_guessing` by both.
 
     Each is a share and its standard error, as if the two averages were independent.

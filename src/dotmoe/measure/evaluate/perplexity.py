@@ -41,7 +41,7 @@ from dotmoe.models.source import checkpoint_folder
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import DataConfig
-from dotmoe.text.files import whole
+from dotmoe.text.files import whole_documents
 from dotmoe.text.packing import pack, separator_of
 from dotmoe.text.sources import documents
 
@@ -159,7 +159,7 @@ def packed_text(config: TextConfig, tokenizer: Any) -> ScoredText:
         is_whole = config.max_tokens is None or len(tokens) < config.max_tokens
         sha256 = digest.hexdigest() if is_whole else None
         return ScoredText(tokens, tokens_per_byte, config.text, joined, text_sha256=sha256)
-    texts = list(_hashed(whole(documents(data)), digest))
+    texts = list(_hashed(whole_documents(documents(data)), digest))
     lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
     ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())

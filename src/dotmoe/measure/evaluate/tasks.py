@@ -18,7 +18,7 @@ from dotmoe.common.progress import Progress
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate import harness
 from dotmoe.measure.evaluate.difference import (
-    kept,
+    share_kept,
 )
 from dotmoe.measure.evaluate.models import (
     context_of,
@@ -32,7 +32,7 @@ from dotmoe.run.folder import STAGES, provenance
 SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
 
 
-class Task(NamedTuple):
+class BenchmarkTask(NamedTuple):
     """A task of the paper's tables, or one that can be read from a folder."""
 
     metric: str
@@ -47,18 +47,20 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "boolq": Task("acc", 32, "super_glue/boolq/default", "boolq/validation"),
-    "sciq": Task("acc", 0, "sciq/sciq", "sciq/test"),
-    "piqa": Task("acc", 0, "piqa/piqa", "piqa/validation"),
-    "winogrande": Task("acc", 5, "winogrande/default", "winogrande_xl/validation"),
-    "arc_challenge": Task("acc_norm", 25, "arc/arc_challenge", "ai2_arc/ARC-Challenge/test"),
-    "hellaswag": Task("acc_norm", 10, "hellaswag/hellaswag", "hellaswag/validation"),
+    "boolq": BenchmarkTask("acc", 32, "super_glue/boolq/default", "boolq/validation"),
+    "sciq": BenchmarkTask("acc", 0, "sciq/sciq", "sciq/test"),
+    "piqa": BenchmarkTask("acc", 0, "piqa/piqa", "piqa/validation"),
+    "winogrande": BenchmarkTask("acc", 5, "winogrande/default", "winogrande_xl/validation"),
+    "arc_challenge": BenchmarkTask(
+        "acc_norm", 25, "arc/arc_challenge", "ai2_arc/ARC-Challenge/test"
+    ),
+    "hellaswag": BenchmarkTask("acc_norm", 10, "hellaswag/hellaswag", "hellaswag/validation"),
     # The paper does not state the shots of ARC-E.
-    "arc_easy": Task("acc_norm", 0, "arc/arc_easy", "ai2_arc/ARC-Easy/test"),
-    "wikitext": Task("", None, "wikitext/wikitext", "wikitext/test"),
-    "gsm8k": Task("exact_match,flexible-extract", 5, "gsm8k/gsm8k", "gsm8k/test"),
+    "arc_easy": BenchmarkTask("acc_norm", 0, "arc/arc_easy", "ai2_arc/ARC-Easy/test"),
+    "wikitext": BenchmarkTask("", None, "wikitext/wikitext", "wikitext/test"),
+    "gsm8k": BenchmarkTask("exact_match,flexible-extract", 5, "gsm8k/gsm8k", "gsm8k/test"),
 } | {
-    name: Task("pass@1,create_test", 0, f"humaneval/{name}", "humaneval/test")
+    name: BenchmarkTask("pass@1,create_test", 0, f"humaneval/{name}", "humaneval/test")
     for name in ("humaneval", "humaneval_instruct")
 }
 STAND_INS = {
@@ -142,7 +144,9 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
         result = {label: measured(label, folder) for label, folder in folders.items()}
     averages, others = (result.get(side, {}).get("averages", {}) for side in ("model", "against"))
     shared = averages.keys() & others.keys()
-    return result | {"kept": {label: kept(averages[label], others[label]) for label in shared}}
+    return result | {
+        "kept": {label: share_kept(averages[label], others[label]) for label in shared}
+    }
 
 
 def _asked(
