@@ -75,9 +75,9 @@ def _dispatch(name: str, words: Sequence[str]) -> None:
 def _run_command(name: str, words: Sequence[str]) -> None:
     from dotmoe.cli.arguments import as_typed, config_of
 
-    handler, said = _ToStandardError(), dict[str, logging.LogRecord]()
+    handler, seen = _ToStandardError(), dict[str, logging.LogRecord]()
     # A command may load a model three times, but warns of it once.
-    handler.addFilter(lambda record: said.setdefault(record.getMessage(), record) is record)
+    handler.addFilter(lambda record: seen.setdefault(record.getMessage(), record) is record)
     logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler])
     try:
         config = config_of(name, words)

@@ -87,10 +87,10 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
         for name in need.options:
             if name in given:
                 option, value = "--" + name.replace("_", "-"), _shown(values[name])
-                said = need.error.format(
+                sentence = need.error.format(
                     option=option, value=value, needs=need.needs, config=config
                 )
-                raise UserError(f"{said}, or leave {option} out.")
+                raise UserError(f"{sentence}, or leave {option} out.")
 
 
 def changed(config: Any, start: Any = None) -> set[str]:

@@ -167,14 +167,14 @@ def break_even(points: Sequence[Values]) -> list[str]:
         at: dict[str, list[str]] = {"faster": [], "slower": [], "inconclusive": []}
         for row in rows:
             at[_verdict(row)].append(str(row["point"]["batch"]))
-        said = [f"{verdict} at batch {', '.join(found)}" for verdict, found in at.items() if found]
+        parts = [f"{verdict} at batch {', '.join(found)}" for verdict, found in at.items() if found]
         for (batch, ratio), (larger, other) in pairwise(
             (row["point"]["batch"], row["speed_ratio"]) for row in rows
         ):
             if (ratio > 1) != (other > 1):
                 part = math.log(ratio) / (math.log(ratio) - math.log(other))
-                said.append(f"even at about {batch * (larger / batch) ** part:.3g}, interpolated")
-        sentences.append(f"{name}, {tokens:,} tokens: the MoE is {'; '.join(said)}")
+                parts.append(f"even at about {batch * (larger / batch) ** part:.3g}, interpolated")
+        sentences.append(f"{name}, {tokens:,} tokens: the MoE is {'; '.join(parts)}")
     return sentences
 
 

@@ -307,15 +307,15 @@ class Tensors:
             shape, _ = self.describe(name)
             if shape == meant:
                 continue
-            said = (
+            wrong = (
                 f"{name} has shape {shape} in {self.folder}, but its config.json requires {meant}"
             )
             if other := self._other_shape(name, shape):
                 raise UserError(
-                    f"{said}, and {other}. Layers of a pruned model differ in width, and its class "
-                    "has one for all. Choose the model before it was pruned."
+                    f"{wrong}, and {other}. Layers of a pruned model differ in width, and its "
+                    "class has one for all. Choose the model before it was pruned."
                 )
-            raise UserError(f"{said}. Fix the config.")
+            raise UserError(f"{wrong}. Fix the config.")
 
     def _other_shape(self, name: str, shape: tuple[int, ...]) -> str | None:
         """A tensor that has another shape than the same one of another layer."""

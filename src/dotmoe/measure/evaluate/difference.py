@@ -69,8 +69,8 @@ def shown_difference(result: Values, other: Values, form: str = "+.4f") -> tuple
     """
     if _is_tokenised_otherwise(result, other):
         change = result["bits_per_byte"] - other["bits_per_byte"]
-        said = "Two tokenizers read the text: they compare in bits per byte, without an error."
-        return f"{change:{form}} bits per byte", said
+        sentence = "Two tokenizers read the text: they compare in bits per byte, without an error."
+        return f"{change:{form}} bits per byte", sentence
     try:
         return nats_with_error(*difference(result, other), form), ""
     except IncomparableError as error:
@@ -89,10 +89,10 @@ def _both_have(name: str, result: Values, other: Values) -> bool:
     return result.get(name) is not None and other.get(name) is not None
 
 
-def _require_equal(said: str, ours: Any, theirs: Any) -> None:
+def _require_equal(what: str, ours: Any, theirs: Any) -> None:
     if ours != theirs:
         raise IncomparableError(
-            f"a loss {said.format(ours)} and one {said.format(theirs)} do not compare. {_REMEDY}"
+            f"a loss {what.format(ours)} and one {what.format(theirs)} do not compare. {_REMEDY}"
         )
 
 

@@ -46,7 +46,7 @@ from dotmoe.text.packing import pack, separator_of
 from dotmoe.text.sources import documents
 
 FEW_WINDOWS = 16
-"""Fewer windows than this give a rough standard error, which is said."""
+"""Fewer windows than this give a rough standard error, and a result says so."""
 Heldout = Mapping[tuple[str, ...], TokenBlocks]
 """Blocks of held-out text, by the names of the text."""
 
@@ -337,7 +337,7 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
         rows,
         columns,
         title=f"Perplexity per {unit}, windows of {first['window']:,}, {first['tokens']:,} tokens",
-        note=" ".join(said for said in notes if said),
+        note=" ".join(sentence for sentence in notes if sentence),
     )
 
 

@@ -18,10 +18,10 @@ def render(record: Values) -> RenderableType:
     tables += [_choices(record)] if record["choices"] else []
     for task in record["run"]["shown"]:
         tables.append(_plans(record["run"], [p for p in record["plans"] if p["task"] == task]))
-    rows = [["convert:", said] for said in record["chosen"]]
+    rows = [["convert:", sentence] for sentence in record["chosen"]]
     rows += [["warning:", warning] for warning in record["warnings"]]
     rows += [["serving:", limit] for limit in record["limits"]]
-    rows += [["estimate:", said] for said in record["unmeasured"]]
+    rows += [["estimate:", sentence] for sentence in record["unmeasured"]]
     tables.append(Table(columns=("", ""), rows=rows, words=2))
     return Group(*map(to_rich, tables))
 

@@ -75,8 +75,8 @@ def markdown(run: RunResults) -> str:
 def _shown(run: RunResults) -> dict[str, Any]:
     """Title, first screen and sections of a run."""
     results, counts = run.results, run.results["parameters"]
-    said = in_short(results["moe"], results["dense"], counts)
-    first: Blocks = [said, overview(run.models, counts)]
+    sentence = in_short(results["moe"], results["dense"], counts)
+    first: Blocks = [sentence, overview(run.models, counts)]
     if run.own_answers:
         first.append(own_answers_table(run.own_answers))
     changed = f", {run.name}," if run.is_finetuned or run.is_repaired else ""
@@ -87,9 +87,9 @@ def _shown(run: RunResults) -> dict[str, Any]:
 def summary(run: Path) -> RenderableType:
     """What `dotmoe convert` and `dotmoe finetune` print when they finish."""
     results = RunResults(run)
-    said, *tables = _shown(results)["first"]
+    sentence, *tables = _shown(results)["first"]
     shown = (to_rich(table) for table in tables)
-    return Group(*shown, Text(f"\n{said}"), *_what_next(results))
+    return Group(*shown, Text(f"\n{sentence}"), *_what_next(results))
 
 
 def _what_next(results: RunResults) -> list[RenderableType]:

@@ -103,9 +103,9 @@ def _perplexity(run: RunResults, _: Values) -> Blocks:
     table = perplexity_table(run.models)
     if not run.is_edited:
         return [table]
-    said = f"Files of {run.folder}/5_export were edited after this was measured: it is of the "
-    said += "export as it was before. dotmoe evaluate measures the edited one."
-    return [Block("warning", said), table]
+    sentence = f"Files of {run.folder}/5_export were edited after this was measured: it is of the "
+    sentence += "export as it was before. dotmoe evaluate measures the edited one."
+    return [Block("warning", sentence), table]
 
 
 def _checks(run: RunResults, results: Values) -> Blocks:
@@ -165,9 +165,9 @@ def _missing(run: RunResults, _: Values) -> Blocks:
     blocks: Blocks = []
     if run.of_others:
         names = ", ".join(f"{name}.json" for name in run.of_others)
-        said = "Left out, because they measured another model than this export, or do not say "
-        said += f"which: {names} in 6_evaluate. Delete them, and measure again."
-        blocks.append(Block("warning", said))
+        sentence = "Left out, because they measured another model than this export, or do not say "
+        sentence += f"which: {names} in 6_evaluate. Delete them, and measure again."
+        blocks.append(Block("warning", sentence))
     for name, (what, words) in _wanted(run).items():
         if name not in there:
             line = shlex.join(words)
