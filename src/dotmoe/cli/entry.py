@@ -44,7 +44,8 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as stop:
         event = str(stop) or "interrupted. What is finished is kept"
         _fail(f"{event}; the same command goes on from there.")
-        return 128 + (stop.signum if isinstance(stop, Interrupted) else signal.SIGINT)
+        number = stop.signum if isinstance(stop, Interrupted) else signal.SIGINT
+        return 128 + number
     except BrokenPipeError:  # the reader closed the pipe: it has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:

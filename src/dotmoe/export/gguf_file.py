@@ -76,11 +76,13 @@ def encoded(spec: TensorSpec, tensor: Tensor) -> np.ndarray:
     """The tensor in the number format of its spec; refuses values that float16 cannot hold."""
     values = tensor.float().contiguous().numpy()
     assert values.shape == spec.shape, f"{spec.name} is {values.shape}"
-    if spec.stored == "F16" and (largest := np.abs(values).max()) > np.finfo(np.float16).max:
-        raise UserError(
-            f"{spec.name} cannot be stored as F16: {largest:g} does not fit into float16. "
-            "Choose --gguf-type bf16 or f32."
-        )
+    if spec.stored == "F16":
+        largest = np.abs(values).max()
+        if largest > np.finfo(np.float16).max:
+            raise UserError(
+                f"{spec.name} cannot be stored as F16: {largest:g} does not fit into float16. "
+                "Choose --gguf-type bf16 or f32."
+            )
     stored: np.ndarray = quants.quantize(values, GGMLQuantizationType[spec.stored])
     return stored
 
@@ -179,7 +181,8 @@ def _compare_tokens(model: llama_cpp.LlamaCppModel, file: GgufFile, stock: Any) 
 
 def _problems(run: dict[str, Any], form: Format, gguf_type: str) -> list[str]:
     is_exact = form.gating.exponent is not None or not form.splits
-    limit = (EXACT_GATES_ERROR if is_exact else SOFTMAX_GATES_ERROR) + STORED_ERROR[gguf_type]
+    of_gates = EXACT_GATES_ERROR if is_exact else SOFTMAX_GATES_ERROR
+    limit = of_gates + STORED_ERROR[gguf_type]
     limit_of_routed = limit
     if form.splits and not (is_exact and gguf_type == "f32"):  # rounding may change experts
         limit_of_routed = max(limit, ROUTED_ERROR)

@@ -241,7 +241,8 @@ def write_model_card(folder: Path, record: ExportRecord, *results: Table) -> Non
     kind = ["mixture-of-experts", "moe"] if record.num_experts else []
     base_model, relation = None, None
     if record.revision:  # `base_model` must be a hub name, so a local folder is left out
-        base_model, relation = record.source, "quantized" if gguf else "finetune"
+        base_model = record.source
+        relation = "quantized" if gguf else "finetune"
     head = ModelCardData(
         base_model=base_model,
         base_model_relation=relation,

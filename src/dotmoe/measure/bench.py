@@ -72,7 +72,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
             "ignores GPUs. Set threads to 1 and device to cpu, or clock to wall."
         )
     runtime = "llama.cpp" if in_gguf else "transformers"
-    runner = "dotmoe.measure.bench:" + ("LlamaRunner" if in_gguf else "TransformersRunner")
+    kind = LlamaRunner if in_gguf else TransformersRunner
+    runner = f"{kind.__module__}:{kind.__name__}"
     options = config.load.dtype, device, threads, config.clock, config.seed
     remedy = "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."
     names = (config.dense, config.moe)

@@ -107,7 +107,7 @@ def load_tokenizer(folder: Path, rows: int | None = None) -> Any:
             f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). {remedy}"
         ) from error
     beyond = [] if rows is None else _beyond(stock, rows, folder)
-    difference = whole and _difference(stock, whole)
+    difference = _difference(stock, whole) if whole else None
     if difference is None and not beyond:
         return stock
     if beyond:

@@ -110,8 +110,10 @@ def exportable_splits(config: RunConfig, dense: DenseModel) -> Splits:
 def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
     """The config with the repair that `time` allows: the one that the run began with, if it has."""
     folder = RunFolder(Path(config.out))
-    if folder.exists and (begun := folder.config(RunConfig)).time == config.time:
-        return replace(config, repairing=begun.repairing)
+    if folder.exists:
+        begun = folder.config(RunConfig)
+        if begun.time == config.time:
+            return replace(config, repairing=begun.repairing)
     config, why = chosen_in_time(config)
     (progress or Progress(quiet=True)).log(why)
     return config

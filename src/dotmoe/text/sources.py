@@ -54,7 +54,9 @@ def text_of(config: DataConfig) -> DataConfig:
         for number, source in enumerate(config.data)
         if not means(source, SELF) and not means(source, PROMPTS)
     ]
-    weights = config.data_weights and tuple(config.data_weights[number] for number in kept)
+    weights = config.data_weights
+    if weights:
+        weights = tuple(weights[number] for number in kept)
     return replace(config, data=tuple(config.data[number] for number in kept), data_weights=weights)
 
 

@@ -177,8 +177,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of a global name; raises `UnpicklingError` for one that is not known."""
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype):
+                return found
         if (module, name) in _PATHS:
             return Path
         if (module, name) in _KNOWN:

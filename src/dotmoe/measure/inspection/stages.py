@@ -227,8 +227,9 @@ class Stages:
         | refit | Gram matrices and solutions of output projections; for FFNs without training |
         | training | all projections of each FFN; ranks divide the neurons |
         """
-        tokens, has_heads = -(-self.repair_tokens // machine.gpus), self.sizes.has_heads
-        streams = self.forward(machine, (3 if has_heads else 2) * tokens)
+        tokens = -(-self.repair_tokens // machine.gpus)
+        passes = 3 if self.sizes.has_heads else 2
+        streams = self.forward(machine, passes * tokens)
         parts = [streams, self._refit(machine, tokens)]
         if self.sizes.split.target == "ffn":
             parts += [self._masked_ffns(machine, tokens), self._ffn_training(machine, tokens)]

@@ -120,7 +120,8 @@ def _checks(run: RunResults, results: Values) -> Blocks:
 
 
 def _configuration(run: RunResults, _: Values) -> Blocks:
-    command, config = "finetune" if run.is_finetuned else "convert", run.folder / "config.json"
+    command = "finetune" if run.is_finetuned else "convert"
+    config = run.folder / "config.json"
     again = ["dotmoe", command, run.source, "AGAIN", "--config", str(config)]
     missing = [f"{note[0].upper()}{note[1:]}." for note in run.results.get("text_notes", ())]
     return [
