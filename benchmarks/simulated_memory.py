@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dotmoe.common.distributed import fsdp_mesh, local_part, mesh
-from dotmoe.measure.inspection.planner import ACCELERATORS, fitting
+from dotmoe.measure.inspection.planner import ACCELERATORS, fit_to_memory
 from dotmoe.measure.inspection.sizes import Sizes, Step, gathered, repair_memory, step_memory
 from dotmoe.method.align import Alignment, LearnedAssignment
 from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig, RepairConfig
@@ -401,7 +401,7 @@ def at_defaults(model: str) -> list[Step]:
         align = step_of(sizes, "assignment", ranks, 4, sharded=is_large)
         how = {"seq_len": 512, "sharded": ranks > 1, "distils": True}
         tune = step_of(sizes, "experts", ranks, 4 if ranks == 1 else 1, **how)
-        steps += [fitting(each, ACCELERATORS["h100"].memory_bytes) for each in (align, tune)]
+        steps += [fit_to_memory(each, ACCELERATORS["h100"].memory_bytes) for each in (align, tune)]
     return steps
 
 

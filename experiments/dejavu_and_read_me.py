@@ -45,9 +45,10 @@ from dotmoe.method.layout import ExpertLayout, extract
 from dotmoe.method.masked import masked_by
 from dotmoe.method.router import top_k_mask
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel, Stream
+from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import load_described
+from dotmoe.models.stream import Stream
 from dotmoe.rivals.baselines.contract import balanced_kmeans, gated
 from dotmoe.run.config import RunConfig
 from dotmoe.run.finished import FinishedRun

@@ -159,15 +159,18 @@ def closeness(run: Path, settings: Settings, texts: dict[str, tuple[str, ...]]) 
     return found
 
 
+def documents(folder: Path) -> Path:
+    """Our own documents as one file of text in a folder."""
+    prose = folder / "documents.txt"
+    pages = (page.read_text(encoding="utf-8") for page in sorted(DOCUMENTS.rglob("*.md")))
+    prose.write_text("\n".join(pages), encoding="utf-8")
+    return prose
+
+
 def main() -> None:
     settings = settings_of(Settings, __doc__)
     settings.out.mkdir(parents=True, exist_ok=True)
-    other = settings.other_text
-    if not other:
-        prose = settings.out / "documents.txt"
-        pages = (page.read_text(encoding="utf-8") for page in sorted(DOCUMENTS.rglob("*.md")))
-        prose.write_text("\n".join(pages), encoding="utf-8")
-        other = (str(prose),)
+    other = settings.other_text or (str(documents(settings.out)),)
     texts = {"domain": settings.eval_text, "other": other}
     rows: dict[str, dict[str, Any]] = {}
 

@@ -90,8 +90,8 @@ def test_a_model_can_be_named_at_a_commit(hub, copied, text_file, command):
     assert (dense.revision, dense.config.max_position_embeddings) == (first, tokens)
     assert describe_dense(NAME).config.max_position_embeddings == tokens // 2
     for name, seen in ((NAME, tokens // 2), (f"{NAME}@{first}", tokens)):
-        told = command("inspect", name, json=[], expert_size=8)
-        assert json.loads(told.out)["model"] == name, told.err
+        result = command("inspect", name, json=[], expert_size=8)
+        assert json.loads(result.out)["model"] == name, result.err
         found = command("evaluate", name, text=text_file, window=seen, max_tokens=600)
         assert found.status == 0, found.err
         assert command("evaluate", name, text=text_file, window=seen + 1).status == 2

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dotmoe.common.progress import Progress
-from dotmoe.text.blocks import pack
 from dotmoe.text.config import DataConfig
+from dotmoe.text.packing import pack
 from dotmoe.text.sources import documents
-from dotmoe.text.tokenise import Text, require_sources, tokenise
+from dotmoe.text.tokenise import TokenisedText, require_sources, tokenise
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def tokenised(dense, tmp_path, monkeypatch):
         record = json.loads((folder / "data.json").read_text())
         files = {"training.safetensors", "heldout.safetensors", "data.json"}
         assert set(os.listdir(folder)) == files
-        assert torch.equal(Text.load(folder).training.tokens_BT, made.training.tokens_BT)
+        assert torch.equal(TokenisedText.load(folder).training.tokens_BT, made.training.tokens_BT)
         return SimpleNamespace(text=made, record=record, lines=lines)
 
     return make

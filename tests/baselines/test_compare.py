@@ -15,8 +15,8 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.measure.report import RunResults
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.pipeline.compare import points_of
 from dotmoe.pipeline.convert import convert
+from dotmoe.pipeline.points import points_of
 from dotmoe.pipeline.rows import Measured, Row, table
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.config import BaselineConfig

@@ -14,7 +14,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.models.save import write_weights
 from dotmoe.models.source import _UNWANTED, _WANTED
 from dotmoe.models.tokenizer import load_tokenizer, tokenizer_notes
-from dotmoe.text.blocks import pack
+from dotmoe.text.packing import pack
 from runs import TINY_CONVERT, loaded, put_into, words
 from zoo import KINDS, write_tokenizer
 

@@ -15,9 +15,10 @@ import torch
 from written_text import TEXTS, jsonl, parquet_bytes, read, write
 
 from dotmoe.common.errors import UserError
-from dotmoe.text import blocks as data
-from dotmoe.text.blocks import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
+from dotmoe.text import blocks, packing
+from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import DataConfig
+from dotmoe.text.packing import joined, pack, pack_sources, source_record, tokenised
 from dotmoe.text.sources import documents, sources_of
 from runs import refusal
 
@@ -148,8 +149,8 @@ def test_reading_goes_on_where_it_was_stopped(
     names = (long, *three[:2])
     expected, record = packed(*names, data_weights=weights, tokenizer=tokenizer)
     second_by_piece = SimpleNamespace(monotonic=itertools.count(10**9).__next__)
-    monkeypatch.setattr(data, "time", second_by_piece)
-    real, seen = data.opened, []
+    monkeypatch.setattr(blocks, "time", second_by_piece)
+    real, seen = packing.opened, []
 
     def breaking(name, *arguments, **how):
         for number, document in enumerate(real(name, *arguments, **how)):
@@ -159,15 +160,15 @@ def test_reading_goes_on_where_it_was_stopped(
             yield document
 
     breaks = [2, 130, 131, 399]
-    monkeypatch.setattr(data, "opened", breaking)
+    monkeypatch.setattr(packing, "opened", breaking)
     monkeypatch.setattr(
-        data, "tokenised", lambda d, t, skip: seen.append(skip) or tokenised(d, t, skip)
+        packing, "tokenised", lambda d, t, skip: seen.append(skip) or tokenised(d, t, skip)
     )
     for _ in range(4):
         with pytest.raises(stop):
             packed(*names, data_weights=weights, tokenizer=tokenizer)
-    blocks, resumed = packed(*names, data_weights=weights, tokenizer=tokenizer)
-    assert torch.equal(blocks, expected)
+    written, resumed = packed(*names, data_weights=weights, tokenizer=tokenizer)
+    assert torch.equal(written, expected)
     assert resumed == record
     assert sum(seen[-3:]) > 300
     breaks.append(300)

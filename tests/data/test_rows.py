@@ -8,7 +8,7 @@ import pytest
 from written_text import jsonl, parquet_bytes, read, refusal_of, write
 
 from dotmoe.text.config import DataConfig
-from dotmoe.text.files import PIECE_CHARACTERS, cut, whole
+from dotmoe.text.files import PIECE_CHARACTERS, cut, whole_documents
 from dotmoe.text.rows import Chat, content_of
 from dotmoe.text.sources import documents
 from runs import refusal
@@ -246,8 +246,8 @@ def test_a_long_text_comes_in_the_pieces_of_the_whole(tmp_path):
     parts = read(write(tmp_path / "a.txt", text))
     assert parts == list(cut(text))
     assert max(map(len, parts)) <= PIECE_CHARACTERS
-    assert list(whole(parts)) == [text]
-    assert list(whole(["a", *parts, "b"])) == ["a", text, "b"]
+    assert list(whole_documents(parts)) == [text]
+    assert list(whole_documents(["a", *parts, "b"])) == ["a", text, "b"]
 
 
 def test_objects_over_several_lines_are_rows_of_a_json_file(tmp_path):

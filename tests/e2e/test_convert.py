@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dotmoe.cli.quickstart import quickstart, run_configs
 from dotmoe.common.progress import Progress
 from dotmoe.models.family import FAMILIES
-from dotmoe.pipeline.convert import settled_config
+from dotmoe.pipeline.convert import config_with_defaults
 from dotmoe.run.config import QuickstartConfig
 from export.comparison import logits_of, masked_logits, relative_error
 from runs import TinyRun, loaded, slow_but, with_an_outlier
@@ -67,7 +67,11 @@ def test_the_two_runs_of_the_quickstart_differ_in_the_method_alone():
     static, dotmoe = run_configs(QuickstartConfig()).values()
     assert replace(static, method="dot_moe", out=dotmoe.out) == dotmoe
     assert (static.method, dotmoe.repair, dotmoe.align.steps) == ("static_pruning", True, 0)
-    assert settled_config(static).experts.active == settled_config(dotmoe).experts.active == 0.5
+    assert (
+        config_with_defaults(static).experts.active
+        == config_with_defaults(dotmoe).experts.active
+        == 0.5
+    )
 
 
 @pytest.mark.slow

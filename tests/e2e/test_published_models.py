@@ -19,7 +19,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import export
 from dotmoe.models.load import dense_config
-from dotmoe.text.blocks import pack
+from dotmoe.text.packing import pack
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 from runs import TEXT, loaded, slow_but
 from zoo import KINDS, write_tokenizer

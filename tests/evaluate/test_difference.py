@@ -21,7 +21,7 @@ from dotmoe.measure.evaluate.difference import (
     times_perplexity,
 )
 from dotmoe.measure.evaluate.perplexity import perplexity_table
-from dotmoe.measure.evaluate.tasks import shown_tasks
+from dotmoe.measure.evaluate.task_tables import shown_tasks
 from dotmoe.models.config import LoadConfig
 from dotmoe.text.blocks import TokenBlocks
 from runs import TINY_CONVERT, TinyRun

@@ -16,20 +16,18 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import alone_in, read_json
 from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import harness, programs
-from dotmoe.measure.evaluate.difference import kept
+from dotmoe.measure.evaluate.difference import share_kept
 from dotmoe.measure.evaluate.harness import chance_of, harness_model, run_tasks
+from dotmoe.measure.evaluate.task_tables import differ, shown_change, with_error
 from dotmoe.measure.evaluate.tasks import (
     PAPER,
     SETS,
     TASKS,
-    differ,
     is_share,
     local_files,
     mark_main,
     mean_of,
     of_model,
-    shown_change,
-    with_error,
 )
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.identity import fingerprint
@@ -524,11 +522,15 @@ def test_a_difference_of_two_models_is_over_pairs_of_answers():
 def test_what_is_kept_of_an_average_is_said_of_all_and_above_guessing():
     """Of the paper's 76.6, 69.4: 90.6 %; above guessing at 40 %, 80.3 %."""
     ours, dense = ({"value": value, "stderr": 0.01, "chance": 0.4} for value in (0.694, 0.766))
-    shares = kept(ours, dense)
+    shares = share_kept(ours, dense)
     assert shares["of_all"][0] == pytest.approx(0.906, abs=5e-4)
     assert shares["above_guessing"][0] == pytest.approx(0.294 / 0.366)
-    spread = [kept(ours | {"value": 0.694 + step}, dense)["of_all"][0] for step in (-1e-6, 1e-6)]
-    others = [kept(ours, dense | {"value": 0.766 + step})["of_all"][0] for step in (-1e-6, 1e-6)]
+    spread = [
+        share_kept(ours | {"value": 0.694 + step}, dense)["of_all"][0] for step in (-1e-6, 1e-6)
+    ]
+    others = [
+        share_kept(ours, dense | {"value": 0.766 + step})["of_all"][0] for step in (-1e-6, 1e-6)
+    ]
     slopes = [(each[1] - each[0]) / 2e-6 for each in (spread, others)]
     assert shares["of_all"][1] == pytest.approx(0.01 * math.hypot(*slopes), rel=1e-4)
-    assert kept(ours | {"chance": None}, dense)["above_guessing"] is None
+    assert share_kept(ours | {"chance": None}, dense)["above_guessing"] is None

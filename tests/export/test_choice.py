@@ -11,11 +11,11 @@ from transformers import AutoConfig
 from dotmoe.export.choice import context_note, format_for
 from dotmoe.export.format import Feature, features_of_decoder, features_of_split
 from dotmoe.export.record import ExportRecord
-from dotmoe.export.write import settled_experts
 from dotmoe.measure.report.page import summary
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.granularity import Granularity, splits_of
 from dotmoe.models.family import DenseModel, family_of, meta_model
+from dotmoe.run.defaults import experts_with_defaults
 from runs import TINY_CONVERT, TinyRun
 
 SIZES = {
@@ -55,7 +55,7 @@ def test_defaults_cost_no_context_but_what_is_asked_for_does(family, changes, op
     """A shared expert and dense layers are taken by default only where the context stays."""
     dense, name = described(family, **changes), options.get("format", "auto")
     given = {key: value for key, value in options.items() if key != "format"}
-    experts = settled_experts(ExpertsConfig(**given), dense, name, torch.float32)
+    experts = experts_with_defaults(ExpertsConfig(**given), dense, name, torch.float32)
     is_open = experts.first_dense_layers is None
     for first in (0, 1) if is_open else (experts.first_dense_layers,):
         chosen = replace(experts, first_dense_layers=first)

@@ -223,8 +223,8 @@ def test_a_run_records_the_repair_that_its_time_allowed_and_resumes_with_it(
 ):
     options = {name: value for name, value in finished.options.items() if name != "no_repair"}
     made = TinyRun("convert", finished.source, tmp_path, options | {"steps": 0, "time": "1d"})
-    told = command(*made.command())
-    assert (told.status, "time 1d: takes the default repair about" in told.err) == (0, True)
+    result = command(*made.command())
+    assert (result.status, "time 1d: takes the default repair about" in result.err) == (0, True)
     record = read_json(made.folder / "config.json")
     assert (record["time"], record["repairing"]["repair_epochs"]) == ("1d", 2)
     assert command(*made.command()).status == 0
@@ -236,9 +236,9 @@ def test_a_training_that_does_not_fit_says_what_it_changes(
     monkeypatch.setattr("dotmoe.pipeline.stages.memory_of", lambda device: 0)
     run, tuning = finished.at(tmp_path / "run"), TINY_FINETUNE | {"recipe": "small", "seq_len": 32}
     tuned = ["finetune", run.folder, tmp_path / "tuned"]
-    for told in (command(*run.command()), command(*tuned, **tuning)):
-        assert told.status == 0
-        assert "by estimate: activation_checkpointing is on, micro_batch_size 1" in told.err
+    for result in (command(*run.command()), command(*tuned, **tuning)):
+        assert result.status == 0
+        assert "by estimate: activation_checkpointing is on, micro_batch_size 1" in result.err
     monkeypatch.undo()
     stated = {"micro_batch_size": 1, "activation_checkpointing": []}
     finished.at(tmp_path / "stated", **stated).made()

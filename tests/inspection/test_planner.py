@@ -8,9 +8,9 @@ from inspected_models import HERE, inspection, llama_3_8b, sizes, step
 from dotmoe.measure.inspection.planner import (
     ACCELERATORS,
     USABLE_SHARE,
-    fitting,
+    fit_to_memory,
     most_at_once,
-    plan,
+    plan_step,
     products,
     traffic,
 )
@@ -51,7 +51,7 @@ def test_published_dense_training_is_predicted_within_25_percent():
     # is between those of all and of none. All experts are on: the work is the dense model's.
     dense = sizes(llama_3_8b(), experts=2, active_experts=2)
     one = step(dense, train="everything", batch_size=16, seq_len=8_192)
-    found = plan(one, replace(ACCELERATORS["h100"], gpus=8), tokens=one.tokens)
+    found = plan_step(one, replace(ACCELERATORS["h100"], gpus=8), tokens=one.tokens)
     sharded = [choice for choice in found["choices"] if choice["sharded"]]
     speeds = {each["checkpointing"]: each["tokens_per_s"] / 8 for each in sharded}
     assert 0.75 * speeds[True] < 5_762 < 1.25 * speeds[False]
@@ -67,7 +67,7 @@ def test_a_model_that_fits_is_whole_and_a_larger_one_is_sharded():
 
 
 def test_processes_of_one_cpu_wait_for_no_link():
-    found = plan(step(sizes(llama_3_8b())), replace(HERE, gpus=2), tokens=1000)
+    found = plan_step(step(sizes(llama_3_8b())), replace(HERE, gpus=2), tokens=1000)
     assert {each["parts"]["waiting for communication"] for each in found["choices"]} == {0.0}
 
 
@@ -146,14 +146,14 @@ def test_a_step_that_does_not_fit_recomputes_then_takes_fewer_sequences(train):
         return sum(step_memory(replace(one, **changes)).values()) / USABLE_SHARE + 1
 
     plain, again = needed(), needed(checkpointing=True)
-    assert fitting(one, plain) == one
-    assert fitting(one, again) == replace(one, checkpointing=True)
+    assert fit_to_memory(one, plain) == one
+    assert fit_to_memory(one, again) == replace(one, checkpointing=True)
     is_offloaded = train == "everything"
     least = replace(one, checkpointing=True, micro_batch_size=1)
     least = replace(least, offload=is_offloaded, sharded=is_offloaded)
     for size in (4, 2, 1):
         changes = {"checkpointing": True, "micro_batch_size": size}
         if needed(**changes) < again:  # else both have the same peak, at the end of the backward
-            assert fitting(one, needed(**changes)) == replace(one, **changes)
+            assert fit_to_memory(one, needed(**changes)) == replace(one, **changes)
             again = needed(**changes)
-    assert fitting(one, 0) == least
+    assert fit_to_memory(one, 0) == least

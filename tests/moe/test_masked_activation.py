@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 from dotmoe.method.masked import masked_activation
-from dotmoe.models.family import ACTIVATIONS, GELU, SILU
+from dotmoe.models.traits import ACTIVATIONS, GELU, SILU
 
 SHAPE = T, N, E = 7, 12, 4
 FORMULAS = {

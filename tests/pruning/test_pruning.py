@@ -706,8 +706,8 @@ def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
     methods = ("magnitude_2_4", "slicegpt", "disp_llm", "shortgpt", "k_obd")  # one of each kind
     options |= {"methods": ["random_split", *methods], "seeds": [0, 1], "mask_steps": 2}
     monkeypatch.setattr(by_curvature, "SHOTS", 1)
-    told = command("compare", model, out, **options)
-    assert told.status == 0
+    result = command("compare", model, out, **options)
+    assert result.status == 0
     made = json.loads((out / "compare.json").read_text())["rows"]
     table, rows = (out / "compare.md").read_text(), {row["run"]: row for row in made}
     assert len(rows) == len(made) == 1 + 2 * 2 + len(methods) + 1

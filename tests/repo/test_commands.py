@@ -18,9 +18,9 @@ from dotmoe.cli import COMMANDS, arguments, run
 from dotmoe.export.choice import format_for
 from dotmoe.measure.config import InspectConfig
 from dotmoe.models.family import DenseModel, family_of, meta_model
-from dotmoe.pipeline.compare import points_of
+from dotmoe.pipeline.points import points_of
 from dotmoe.run.config import CompareConfig, RunConfig
-from dotmoe.run.settled import splits_for
+from dotmoe.run.defaults import splits_for
 from runs import TINY_CONVERT, TINY_FINETUNE, words
 
 ROOT = Path(__file__).resolve().parents[2]

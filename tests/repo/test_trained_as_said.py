@@ -1,4 +1,4 @@
-"""What the commands of experiments train is what their pages say: parsed, settled, counted."""
+"""What the commands of experiments train is what their pages say: parsed, completed, counted."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ import torch
 import quality
 from dotmoe.common.errors import UserError
 from dotmoe.run.config import PAPER, PruneRunConfig
-from dotmoe.run.settled import settled, splits_for
+from dotmoe.run.defaults import splits_for, with_defaults
 from repo.test_commands import config_of, conversions, described, fenced, of_dotmoe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def converted(lines):
             if isinstance(config, PruneRunConfig):
                 continue
             dense = described(config.model)
-            made = settled(config, dense, torch.bfloat16)
+            made = with_defaults(config, dense, torch.bfloat16)
             yield made, splits_for(made.method, made, dense, torch.bfloat16)
 
 
@@ -141,7 +141,7 @@ def test_rows_of_the_quality_of_parts_differ_and_are_what_they_are_called(tmp_pa
     rows = quality.conversions(settings, ())
     dense, made = described("embedded"), {}
     for name, config in rows.items():
-        config = settled(config, dense, torch.bfloat16)
+        config = with_defaults(config, dense, torch.bfloat16)
         (split,) = splits_for(config.method, config, dense, torch.bfloat16)
         assert (split.shared_size > 0) == ("shared expert" in name), name
         assert split.active_fraction == 0.25

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.models.family import Readout
+from dotmoe.models.traits import Readout
 from dotmoe.training import losses
 from dotmoe.training.losses import IGNORED, distillation_loss, next_token_labels
 

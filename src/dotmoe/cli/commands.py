@@ -89,11 +89,13 @@ def run_compare(config: running.CompareConfig) -> None:
 def run_export(config: running.ReexportConfig) -> None:
     with Progress().bar("export") as update:
         record = reexport(config, update)
-    split = f"{record.active_experts} of {record.num_experts} experts"
+    split = "dense"
+    if record.num_experts:
+        split = f"{record.active_experts} of {record.num_experts} experts"
     was_run = (record.verification or {}).get("run", True)  # None: a GGUF without llama.cpp
     verified = "verified" if was_run else "its bytes verified; not run without llama-cpp-python"
     _show(
-        f"{config.out}: {record.format}, {split if record.num_experts else 'dense'}, "
+        f"{config.out}: {record.format}, {split}, "
         f"{record.total_bytes:,} bytes in {record.dtype}, {verified}.",
         *(f"- {note}" for note in record.notes),
     )

@@ -44,7 +44,8 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as stop:
         event = str(stop) or "interrupted. What is finished is kept"
         _fail(f"{event}; the same command goes on from there.")
-        return 128 + (stop.signum if isinstance(stop, Interrupted) else signal.SIGINT)
+        number = stop.signum if isinstance(stop, Interrupted) else signal.SIGINT
+        return 128 + number
     except BrokenPipeError:  # the reader closed the pipe: it has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
@@ -58,9 +59,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _dispatch(name: str, words: Sequence[str]) -> None:
     """Do what a line asks for: a command, its help, or that of all."""
-    if name == "help":
-        name, words = (words[0], ("--help",)) if words else ("--help", ())
-    if name in ("-h", "--help", "--help-all"):
+    if name == "help" and words:
+        name, words = words[0], ("--help",)
+    if name in ("help", "-h", "--help", "--help-all"):
         print(overview())
     elif name == "--version":
         print(f"dotmoe {__version__}")
@@ -75,9 +76,9 @@ def _dispatch(name: str, words: Sequence[str]) -> None:
 def _run_command(name: str, words: Sequence[str]) -> None:
     from dotmoe.cli.arguments import as_typed, config_of
 
-    handler, said = _ToStandardError(), dict[str, logging.LogRecord]()
+    handler, seen = _ToStandardError(), dict[str, logging.LogRecord]()
     # A command may load a model three times, but warns of it once.
-    handler.addFilter(lambda record: said.setdefault(record.getMessage(), record) is record)
+    handler.addFilter(lambda record: seen.setdefault(record.getMessage(), record) is record)
     logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler])
     try:
         config = config_of(name, words)
@@ -117,8 +118,9 @@ def message_of(error: Exception) -> str | None:
     refused = re.search(r"can(no|')t allocate memory", text, re.IGNORECASE)
     if on_gpu or refused or isinstance(error, MemoryError):
         remedy = "Lower --micro-batch-size or --seq-len, set --activation-checkpointing"
-        memory, other = ("GPU memory", "choose --device cpu") if on_gpu else ("memory", "get more")
-        return f"out of {memory} ({text}). {remedy}, or {other}."
+        if on_gpu:
+            return f"out of GPU memory ({text}). {remedy}, or choose --device cpu."
+        return f"out of memory ({text}). {remedy}, or get more."
     if not isinstance(error, OSError | SafetensorError | RuntimeError):
         return None
     cause: BaseException | None = error

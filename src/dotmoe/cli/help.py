@@ -72,7 +72,7 @@ def _about_help(options: Sequence[Option], common: Sequence[str], columns: int) 
     yield "help"
     yield from _item("-h, --help", "show this text", columns)
     if common:
-        number = sum(not option.is_argument for option in options)
+        number = len([option for option in options if not option.is_argument])
         yield from _item("--help-all", f"show all {number} options", columns)
 
 

@@ -93,14 +93,14 @@ class Option(NamedTuple):
             parts.append(f"(default: {default})")
         return " ".join(filter(None, parts))
 
-    def value(self, said: Any) -> Any:
+    def value(self, given: Any) -> Any:
         """The value that a word means, or a list of words; raises a `UserError` if it does not fit.
 
-        A flag is said by True or False.
+        A flag is given as True or False.
         """
         if self.is_flag:
-            return said
-        words = said if isinstance(said, list) else [said]
+            return given
+        words = given if isinstance(given, list) else [given]
         if self.is_optional and words == ["None"]:
             return None
         values = tuple(self._one(word) for word in words)

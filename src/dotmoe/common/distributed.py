@@ -164,19 +164,35 @@ def process_group(device: torch.device) -> Iterator[None]:
         yield
         return
     if device.type == "cuda":
-        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local_rank >= num_gpus:
-            raise RankError(
-                f"rank {local_rank} of this machine has no GPU: there are {num_gpus}. Start "
-                f"torchrun with --nproc-per-node {num_gpus}."
-            )
-        torch.cuda.set_device(local_rank)
+        _take_gpu()
     dist.init_process_group(_BACKENDS[device.type], timeout=_LONGEST_WAIT)
     if device.type == "cuda":  # between GPUs nobody waits for rank 0's work on files
         group: Any = dist.distributed_c10d._get_default_group()
         group._get_backend(device)._set_default_timeout(timedelta(minutes=30))
     if not is_rank_zero():
         logging.disable(logging.WARNING)  # rank 0 warns of the same
+    try:
+        with _errors_of_ranks():
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        dist.destroy_process_group()
+
+
+def _take_gpu() -> None:
+    """Make the GPU of this process's local rank its current one."""
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise RankError(
+            f"rank {local_rank} of this machine has no GPU: there are {num_gpus}. Start "
+            f"torchrun with --nproc-per-node {num_gpus}."
+        )
+    torch.cuda.set_device(local_rank)
+
+
+@contextmanager
+def _errors_of_ranks() -> Iterator[None]:
+    """Within this context, errors that only this rank knows of, or another, are raised as such."""
     try:
         yield
     except UserError as error:
@@ -188,9 +204,6 @@ def process_group(device: torch.device) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
         raise UserError("another rank has gone; its own message gives the cause to fix.") from error
-    finally:
-        logging.disable(logging.NOTSET)
-        dist.destroy_process_group()
 
 
 def mesh(device: torch.device) -> DeviceMesh | None:

@@ -140,7 +140,8 @@ def damage_in(
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
-        if (size := path.stat().st_size) != checksum["bytes"]:
+        size = path.stat().st_size
+        if size != checksum["bytes"]:
             return f"{path} is damaged: {size} of {checksum['bytes']} bytes"
     for name, checksum in checksums(folder, (n for n in expected if n not in unread)).items():
         if checksum != expected[name]:
@@ -259,7 +260,8 @@ def remove(path: Path) -> None:
 
 def require_free(folder: Path, needed_bytes: int) -> None:
     """Refuse to write `needed_bytes` to the disk of `folder` if they do not fit."""
-    if (free := shutil.disk_usage(folder).free) < needed_bytes:
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
         raise UserError(
             f"{needed_bytes:,} bytes are needed, but {free:,} are free in {folder}. "
             "Make room, or choose another disk."

@@ -87,10 +87,10 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
         for name in need.options:
             if name in given:
                 option, value = "--" + name.replace("_", "-"), _shown(values[name])
-                said = need.error.format(
+                sentence = need.error.format(
                     option=option, value=value, needs=need.needs, config=config
                 )
-                raise UserError(f"{said}, or leave {option} out.")
+                raise UserError(f"{sentence}, or leave {option} out.")
 
 
 def changed(config: Any, start: Any = None) -> set[str]:
@@ -133,19 +133,23 @@ def check(config: Any, given: Iterable[str] = ()) -> None:
         if dataclasses.is_dataclass(kind):
             check(value)
             continue
-        for number in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                continue
-            if not math.isfinite(number):
-                raise UserError(f"{name} is {number}, but it must be a finite number.")
-            for mark in marks:
-                if isinstance(mark, Range) and not mark.contains(number):
-                    is_share = mark.words == "at most 1" and 10 <= number <= 100
-                    hint = f" Did you mean {number / 100:g}?" if is_share else ""
-                    raise UserError(f"{name} is {number}, but it must be {mark.words}.{hint}")
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, int | float) and not isinstance(each, bool):
+                _require_in_range(name, each, marks)
     require_effect(config, given)
     if hasattr(config, "check_together"):
         config.check_together()
+
+
+def _require_in_range(name: str, number: float, marks: Iterable[Any]) -> None:
+    """Raise a `UserError` unless a number is finite and in each `Range` among an option's marks."""
+    if not math.isfinite(number):
+        raise UserError(f"{name} is {number}, but it must be a finite number.")
+    for mark in marks:
+        if isinstance(mark, Range) and not mark.contains(number):
+            is_share = mark.words == "at most 1" and 10 <= number <= 100
+            hint = f" Did you mean {number / 100:g}?" if is_share else ""
+            raise UserError(f"{name} is {number}, but it must be {mark.words}.{hint}")
 
 
 def checked(config: Config) -> Config:
@@ -190,7 +194,10 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
     if not isinstance(values, dict):
         raise UserError(f"{place} is {values!r}, but it must be a JSON object with its options.")
     values, expected = dict(values), getattr(cls, COMMAND, None)
-    if expected is not None and (command := values.pop(COMMAND, expected)) != expected:
+    command = expected
+    if expected is not None:
+        command = values.pop(COMMAND, expected)
+    if command != expected:
         raise UserError(
             f"{place} is the config of a dotmoe {command}, not of a dotmoe {expected}. "
             "Use it with the command that wrote it, or choose another folder."

@@ -22,7 +22,7 @@ from dotmoe.export.format import (
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.transformers_format import GATES, TransformersFormat, config_of_dense
 from dotmoe.method.granularity import Granularity, Splits, targets_of, to_record
-from dotmoe.method.layout import splits_in
+from dotmoe.method.layout import ExpertLayout, splits_in
 from dotmoe.models import modeling_dotmoe
 from dotmoe.models.family import DenseModel, head_dim
 
@@ -226,15 +226,16 @@ class _DotMoe(TransformersFormat):
         return "all weights are copied from the dense weights, and gates are 1 (exact)"
 
     def notes(self, conversion: Conversion) -> list[str]:
-        has_heads = targets_of(splits_in(conversion.layouts)) != "ffn"
-        cache = "All keys and values are computed: the KV cache is as large as the dense model's."
-        return [
+        notes = [
             f"It runs in {' and '.join(self.runs_in(conversion.dense))}: SGLang and llama.cpp have "
             f"no such decoder. `import {modeling_dotmoe.__name__}` registers it; without dotmoe, "
             f"trust_remote_code=True runs {CODE.name} from this folder.",
-            *[cache] * has_heads,
-            *Format.notes(self, conversion),
         ]
+        if targets_of(splits_in(conversion.layouts)) != "ffn":
+            notes.append(
+                "All keys and values are computed: the KV cache is as large as the dense model's."
+            )
+        return [*notes, *Format.notes(self, conversion)]
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         dense, layout = conversion.dense, conversion.layout
@@ -257,12 +258,7 @@ class _DotMoe(TransformersFormat):
             "tie_word_embeddings": False,
             "dtype": conversion.dtype_name,
             "first_dense_layers": layout.moe_layers.start,
-            "heads_of_experts": [
-                *[None] * heads.moe_layers.start,
-                *(heads.neurons_of_expert(n).flatten().tolist() for n in heads.moe_layers),
-            ]
-            if heads
-            else [],
+            "heads_of_experts": _heads_of_experts(heads) if heads else [],
             "head_experts": heads.num_experts if heads else 0,
             "ffn_experts": ffn.num_experts if ffn else 0,
             "ffn_expert_size": ffn.expert_size if ffn else 0,
@@ -307,30 +303,45 @@ class _DotMoe(TransformersFormat):
             return
         layouts = {layout.target: layout for layout in conversion.layouts}
         ffn, heads = layouts.get("ffn"), layouts.get("attention")
-        place, axis_of, columns_EC = f"model.layers.{layer}.", dict[str, int](), torch.empty(0)
+        names = self._names(dense, layer, ffn=ffn is None)
         if heads:
-            width = head_dim(dense.config)
-            columns_NC = torch.arange(heads.granularity.units * width).view(-1, width)
-            columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
-            axis_of = {"o_proj.weight": 1}
-            # If one norm spans all queries, W_Q is computed in full.
-            if dense.traits.qk_norm != "full":
-                axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
-            yield conversion.router(layer, f"{place}self_attn.q_proj.router.weight", heads)
-        for name in self._names(dense, layer, ffn=ffn is None):
-            axis = axis_of.get(name.removeprefix(f"{place}self_attn."))
+            yield from self._heads(conversion, heads, layer, names)
+        else:
+            yield from map(conversion.spec, names)
+        if ffn:
+            yield from self._experts(conversion, ffn, layer)
+
+    def _heads(
+        self, conversion: Conversion, heads: ExpertLayout, layer: int, names: list[str]
+    ) -> Iterator[TensorSpec]:
+        """The router of split attention, and the named tensors with projections by expert."""
+        attention = f"model.layers.{layer}.self_attn."
+        width = head_dim(conversion.dense.config)
+        columns_NC = torch.arange(heads.granularity.units * width).view(-1, width)
+        columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
+        axis_of = {"o_proj.weight": 1}
+        # If one norm spans all queries, W_Q is computed in full.
+        if conversion.dense.traits.qk_norm != "full":
+            axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
+        yield conversion.router(layer, f"{attention}q_proj.router.weight", heads)
+        for name in names:
+            axis = axis_of.get(name.removeprefix(attention))
             if axis is None:
                 yield conversion.spec(name)
             else:
                 yield conversion.slices(name, axis, columns_EC, name)
-        if ffn:
-            place += dense.family.own_name("mlp")
-            yield conversion.router(layer, f"{place}.router.weight", ffn)
-            experts, shared = ffn.neurons_of_expert(layer), ffn.shared_neurons(layer)
-            for block, neurons in (("experts", experts), ("shared", shared)):
-                names = (f"{place}.{block}.gate_up_proj", f"{place}.{block}.down_proj")
-                if neurons.numel():
-                    yield from conversion.linears(layer, neurons, names)
+
+    def _experts(
+        self, conversion: Conversion, ffn: ExpertLayout, layer: int
+    ) -> Iterator[TensorSpec]:
+        """The router of a split FFN, its experts, and its shared expert if there is one."""
+        place = f"model.layers.{layer}.{conversion.dense.family.own_name('mlp')}"
+        yield conversion.router(layer, f"{place}.router.weight", ffn)
+        experts, shared = ffn.neurons_of_expert(layer), ffn.shared_neurons(layer)
+        for block, neurons in (("experts", experts), ("shared", shared)):
+            names = (f"{place}.{block}.gate_up_proj", f"{place}.{block}.down_proj")
+            if neurons.numel():
+                yield from conversion.linears(layer, neurons, names)
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         shutil.copyfile(CODE, folder / CODE.name)
@@ -348,6 +359,12 @@ class _DotMoe(TransformersFormat):
 
     def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
         return cast(Tensor, block.get_submodule("router")(x_TD))
+
+
+def _heads_of_experts(heads: ExpertLayout) -> list[list[int] | None]:
+    """Heads of each layer in the order of their experts; None for leading dense layers."""
+    dense: list[list[int] | None] = [None for _ in range(heads.moe_layers.start)]
+    return dense + [heads.neurons_of_expert(n).flatten().tolist() for n in heads.moe_layers]
 
 
 _STOCK = (_Glm4Moe, _Mixtral, _Qwen3Moe, _Qwen35Moe, _GraniteMoe, _FlexOlmo)

@@ -89,21 +89,21 @@ def context_note(dense: DenseModel, splits: Splits, form: Format, dtype: torch.d
     context, whole = form.context(dense), dense.widths.context
     if context == whole:
         return ""
-    said = (
+    sentence = (
         f"Beyond {context:,} tokens the dense model has a sliding window or scales its queries, "
         f"which {form.name} does not: the context is lowered from {whole:,} to {context:,}."
     )
     if form.name not in FORMATS:  # no GGUF keeps a window
-        return said
+        return sentence
     plain = replace(splits[0], first_dense_layers=0)
     plain = plain.with_shared(-(plain.shared_size // plain.expert_size))
     longer = _taken_by_auto(dense, (plain, *splits[1:]), dtype)
     if longer and longer.context(dense) > context:
         options = "--shared 0 --first-dense-layers 0 --format auto"
-        return f"{said} With {options} it is {longer.context(dense):,}, as {longer.name}."
+        return f"{sentence} With {options} it is {longer.context(dense):,}, as {longer.name}."
     if not FORMATS[OWN].unsupported(dense, splits, dtype):
-        return f"{said} With --format {OWN} it stays, but few servers run that."
-    return said
+        return f"{sentence} With --format {OWN} it stays, but few servers run that."
+    return sentence
 
 
 def _taken_by_auto(dense: DenseModel, splits: Splits, dtype: torch.dtype) -> Format | None:

@@ -7,7 +7,13 @@ from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.options import Shown, above, at_least
 
 FORMAT_NAMES = (
-    *("glm4_moe", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "granitemoe", "flex_olmo", "dotmoe"),
+    "glm4_moe",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_5_moe_text",
+    "granitemoe",
+    "flex_olmo",
+    "dotmoe",
 )
 """Formats that Transformers loads, in order of preference; `dotmoe.export.architectures` has them.
 """

@@ -22,7 +22,8 @@ from dotmoe.export.config import GgufConfig
 from dotmoe.method.granularity import Granularity, Splits, targets_of
 from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
-from dotmoe.models.family import SILU, DenseModel, Multipliers, rope_of
+from dotmoe.models.family import DenseModel, rope_of
+from dotmoe.models.traits import SILU, Multipliers
 
 BLOCKS = {name: (1, dtype.itemsize) for name, dtype in DTYPES.items()}
 BLOCKS |= {"Q8_0": (32, 34), "Q4_0": (32, 18)}
@@ -261,8 +262,9 @@ def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]
     """Names of a layer's tensors in LLaMA's form; those of its FFN come last, if `ffn` is set."""
     parts = dense.family.names(dense.family.layers(dense.model)[layer])
     names = [f"model.layers.{layer}.{name}" for name in parts if not name.startswith("mlp.")]
-    projections = [dense.family.ffn_tensor(layer, part) for part in PROJECTIONS * ffn]
-    return names + projections
+    if ffn:
+        names += [dense.family.ffn_tensor(layer, part) for part in PROJECTIONS]
+    return names
 
 
 class Format(ABC):
@@ -351,8 +353,10 @@ class Format(ABC):
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         """Specs of all tensors, in the order that is best for reading and writing."""
         conversion.tensors.require_tensors(conversion.dense.model)
-        is_left_out = conversion.dense.config.tie_word_embeddings and not self.writes_tied_head
-        for name in [EMBEDDING, NORM] + [HEAD] * (not is_left_out):
+        outer = [EMBEDDING, NORM]
+        if self.writes_tied_head or not conversion.dense.config.tie_word_embeddings:
+            outer.append(HEAD)
+        for name in outer:
             yield self.dense_tensor(conversion, name)
         for layer in range(conversion.layout.num_layers):
             yield from self.layer_tensors(conversion, layer)

@@ -142,7 +142,8 @@ class GgufFormat(Format):
             **self._ffn_keys(conversion),
         }
         stored = conversion.config.gguf_type.upper()
-        file_type = LlamaFileType[f"{'ALL' if stored == 'F32' else 'MOSTLY'}_{stored}"]
+        share = "ALL" if stored == "F32" else "MOSTLY"
+        file_type = LlamaFileType[f"{share}_{stored}"]
         return {
             "general.type": "model",
             "general.file_type": int(file_type),

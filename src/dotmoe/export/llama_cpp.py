@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the child process does not import torch
     from torch import Tensor
 
     from dotmoe.method.granularity import Granularity
-    from dotmoe.models.family import DecoderTraits
+    from dotmoe.models.traits import DecoderTraits
 
 
 def most_active_experts(
@@ -26,9 +26,16 @@ def most_active_experts(
     56 nodes, and the sum over a token's k experts takes 2 k - 1 more (llama-cpp-python 0.3.36).
     A split FFN has `moe_tensors` tensors: 8 in `gguf_glm4moe`, 5 in `gguf_llama`.
     """
-    attention = 6 + 3 * traits.qkv_bias + traits.output_bias + 2 * (traits.qk_norm != "none")
+    attention = 6  # four projections and two norms
+    if traits.qkv_bias:
+        attention += 3
+    if traits.output_bias:
+        attention += 1
+    if traits.qk_norm != "none":
+        attention += 2
     moe_layers = num_layers - split.first_dense_layers
-    tensors = 2 + num_layers * attention + 3 * split.first_dense_layers + moe_layers * moe_tensors
+    ffns = 3 * split.first_dense_layers + moe_tensors * moe_layers
+    tensors = 2 + num_layers * attention + ffns
     room = max(1024, 8 * tensors) - 16 - 56 * num_layers
     return max(0, (room // moe_layers + 1) // 2)
 

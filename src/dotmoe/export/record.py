@@ -31,8 +31,12 @@ _TEMPLATES = jinja2.Environment(
 _TEMPLATES.loader = jinja2.FileSystemLoader(Path(__file__).parent)
 _REMEDY = "Export the run again: dotmoe export RUN OUT."
 _SIZES = (
-    *("num_experts", "expert_size", "active_experts"),
-    *("shared_size", "dropped_size", "first_dense_layers"),
+    "num_experts",
+    "expert_size",
+    "active_experts",
+    "shared_size",
+    "dropped_size",
+    "first_dense_layers",
 )
 _COUNTS = ("stored", "active", "active_with_routers", "active_without_embeddings")
 
@@ -235,10 +239,13 @@ def write_model_card(folder: Path, record: ExportRecord, *results: Table) -> Non
     """Write `README.md`; call it again with results once the exported model has been evaluated."""
     gguf = record.details if "arch" in record.details else None
     kind = ["mixture-of-experts", "moe"] if record.num_experts else []
-    # `base_model` must be a hub name, so a local folder is left out.
+    base_model, relation = None, None
+    if record.revision:  # `base_model` must be a hub name, so a local folder is left out
+        base_model = record.source
+        relation = "quantized" if gguf else "finetune"
     head = ModelCardData(
-        base_model=record.source if record.revision else None,
-        base_model_relation=("quantized" if gguf else "finetune") if record.revision else None,
+        base_model=base_model,
+        base_model_relation=relation,
         library_name="gguf" if gguf else "transformers",
         pipeline_tag="text-generation",
         tags=["dotmoe", *kind, "gguf" if gguf else record.format],

@@ -194,7 +194,7 @@ def largest_share(expected: float, num_tokens: int) -> float:
     return expected + 4 * float((expected / num_tokens) ** 0.5)
 
 
-def beyond(metrics: Iterable[tuple[str, float, float]]) -> list[str]:
+def exceeded_limits(metrics: Iterable[tuple[str, float, float]]) -> list[str]:
     """Name, value and limit of each metric above its limit; NaN is above every limit."""
     return [
         f"{what} is {value:.3g}, limit {limit:.3g}."
@@ -217,4 +217,4 @@ def routing_problems(scales: Sequence[Mapping[str, Any]], num_tokens: int) -> li
         for key, (what, limit) in limits.items()
     ]
     remedy = "Choose another export format or expert size, or align for longer."
-    return [f"{problem} {remedy}" for problem in beyond(metrics)]
+    return [f"{problem} {remedy}" for problem in exceeded_limits(metrics)]

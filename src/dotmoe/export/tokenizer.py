@@ -131,7 +131,9 @@ def _special(dense: DenseModel, rows: int) -> Values:
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full = list(tokenizer("a")["input_ids"])
     for adds_bos, adds_eos in product((False, True), repeat=2):
-        if full == [ids.get("bos")] * adds_bos + bare + [ids.get("eos")] * adds_eos:
+        before = [ids.get("bos")] if adds_bos else []
+        after = [ids.get("eos")] if adds_eos else []
+        if full == [*before, *bare, *after]:
             return {
                 **{f"tokenizer.ggml.{key}_token_id": token_id for key, token_id in ids.items()},
                 "tokenizer.ggml.add_bos_token": adds_bos,

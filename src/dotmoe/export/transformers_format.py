@@ -21,9 +21,18 @@ from dotmoe.models.family import DenseModel
 from dotmoe.models.tokenizer import copy_beside_weights
 
 _COPIED = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("vocab_size", "rms_norm_eps", "initializer_range", "attention_dropout", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "rms_norm_eps",
+    "initializer_range",
+    "attention_dropout",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
 )
 GATES = "gates are 1 except for the deviations below"
 _GRANITE = ("granitemoe", "granitemoeshared")
@@ -104,21 +113,20 @@ class TransformersFormat(Reloadable):
         return f"expert weights are rounded once, down projections times k; {GATES}"
 
     def notes(self, conversion: Conversion) -> list[str]:
-        folded = (
-            f"{self.active_experts_key} cannot be edited: k is folded into the down projections. "
-            "Export the run again with another --active-experts."
-        )
         router = f"{self.router_name}.{self.router_weight}".removesuffix(".weight")
         kept = json.dumps(["lm_head", f"re:.*{router}$"])
-        return [
+        notes = [
             "For inference only: the scaled router passes almost no gradient. Fine-tune before "
             "export.",
             "A checkpoint that is quantised further must keep routers and head as they are (llm-"
             f"compressor: `ignore={kept}`). This was not run.",
-            *([] if self.active_experts_editable else [folded]),
-            *super().notes(conversion),
-            *limits_met(self.header(conversion)),
         ]
+        if not self.active_experts_editable:
+            notes.append(
+                f"{self.active_experts_key} cannot be edited: k is folded into the down "
+                "projections. Export the run again with another --active-experts."
+            )
+        return [*notes, *super().notes(conversion), *limits_met(self.header(conversion))]
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         split = conversion.layout.granularity

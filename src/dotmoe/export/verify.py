@@ -18,11 +18,18 @@ from torch import Tensor, nn
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import read_json
 from dotmoe.export.format import Conversion, Format
-from dotmoe.export.routers import MISROUTED, beyond, largest_share, misrouted_share, outliers_in
+from dotmoe.export.routers import (
+    MISROUTED,
+    exceeded_limits,
+    largest_share,
+    misrouted_share,
+    outliers_in,
+)
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.models.family import SILU, TARGETS, Activation, DenseModel
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.on_disk import exported_on_disk, on_disk
+from dotmoe.models.traits import SILU, Activation
 
 FOLDED = 2.0**-8
 """Relative error of a block whose down projections were rounded to bfloat16 after scaling."""
@@ -100,7 +107,8 @@ def verify(
         part: ExpertLayout, layer: int, router: nn.Module, _: nn.Module, args: Any, output: Tensor
     ) -> None:
         x_TD, seen_TN, actual_TD = (x.flatten(0, -2) for x in (inputs[layer], args[0], output))
-        chosen_TK = routes[part.target][layer] = form.chosen_experts(router, x_TD)
+        chosen_TK = form.chosen_experts(router, x_TD)
+        routes[part.target][layer] = chosen_TK
         layers.append(_compare(form, conversion, part, layer, x_TD, chosen_TK, seen_TN, actual_TD))
         conversion.on_progress(len(layers), len(layouts) * len(part.moe_layers), "layers verified")
 
@@ -169,7 +177,7 @@ def problems(measured: Mapping[str, Any], block_error: float, rounding: float) -
         ("median logit error at k = E", measured["dense_error"] or 0.0, at_full),
     ]
     what = "The exported model differs from the masked dense model"
-    return [f"{what}: {problem}" for problem in beyond(metrics)]
+    return [f"{what}: {problem}" for problem in exceeded_limits(metrics)]
 
 
 def _compare(
@@ -208,9 +216,10 @@ def _compare(
     smallest = torch.finfo(torch.float32).tiny
     error_T = (actual_TD.float() - exact_TD).norm(dim=1) / exact_TD.norm(dim=1).clamp_min(smallest)
     error_T = error_T[typical_T]
-    return {
-        "layer": layer,
-        **({} if target.name == "ffn" else {"target": target.name}),
+    block: dict[str, Any] = {"layer": layer}
+    if target.name != "ffn":
+        block["target"] = target.name
+    return block | {
         "block_error": float(error_T.median()),
         "block_error_tail": float(error_T.quantile(0.95)),
         "misrouted": misrouted_share(logits_TE[typical_T], chosen_TK[typical_T]),

@@ -19,9 +19,7 @@ from dotmoe.export.format import EXPORTED, Conversion
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
-from dotmoe.method.calibrate import LAYERS_PER_DENSE
-from dotmoe.method.config import ExpertsConfig
-from dotmoe.method.granularity import DEFAULT_ACTIVE, Splits, splits_of
+from dotmoe.method.granularity import Splits
 from dotmoe.method.layout import Layouts, splits_in
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel
@@ -40,8 +38,10 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     """Dtype of written routers and experts; `source` takes what is in `EXPORTED`."""
     if config.format in GGUF_NAMES:
         return torch.float32
-    if config.export_dtype != "source":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.export_dtype]
+    if config.export_dtype == "float32":
+        return torch.float32
+    if config.export_dtype == "bfloat16":
+        return torch.bfloat16
     stored = Tensors.of(dense).dtype
     if stored not in EXPORTED:
         raise UserError(
@@ -49,48 +49,6 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
             "--export-dtype to one of them, which rounds the weights."
         )
     return EXPORTED[stored]
-
-
-def settled_experts(
-    experts: ExpertsConfig, dense: DenseModel, name: str, dtype: torch.dtype
-) -> ExpertsConfig:
-    """The options with the values that their defaults mean for this model and format name.
-
-    Half of the FFN runs. Where a format holds it without a shorter context, half of that is always
-    on, and the number of leading dense layers stays open, to be measured on text; elsewhere both
-    are 0, as they are if attention is split. Values that are given stay as they are.
-    """
-    if experts.active is None and experts.active_experts is None:
-        experts = replace(experts, active=DEFAULT_ACTIVE)
-    first, shared = experts.first_dense_layers, experts.shared
-
-    def splits(shared: float, first: int) -> Splits:
-        tried = replace(experts, shared=shared, first_dense_layers=first)
-        return splits_of(tried, dense.widths.ffn, dense.config.num_attention_heads)
-
-    def context(shared: float, first: int) -> int:
-        """Context of the export, 0 if no format holds it."""
-        try:
-            return format_for(dense, splits(shared, first), name, dtype).context(dense)
-        except UserError:
-            return 0
-
-    def is_free(shared: float, first: int, *, without: tuple[float, int]) -> bool:
-        """Whether a format holds this, with a context as long as without it."""
-        kept = context(shared, first)
-        return experts.targets == "ffn" and kept > 0 and kept >= context(*without)
-
-    if first is None:
-        given = shared or 0.0
-        is_short = dense.widths.layers < LAYERS_PER_DENSE
-        if is_short or not is_free(given, 1, without=(given, 0)):
-            first = 0
-    if shared is None:
-        leading = first or 0
-        plain = splits(0.0, leading)[0]
-        half = plain.active_experts // 2 / plain.num_experts
-        shared = half if is_free(half, leading, without=(0.0, leading)) else 0.0
-    return replace(experts, shared=shared, first_dense_layers=first)
 
 
 def require_exportable(dense: DenseModel, splits: Splits, config: ExportConfig) -> torch.dtype:
@@ -141,16 +99,14 @@ def export(
     notes = list[str]()
     if config.export_dtype == "source" and Tensors.of(dense).dtype == torch.float16:
         config = replace(config, export_dtype="float32")
-        notes = [_WIDENED] * (config.format not in GGUF_NAMES)
+        if config.format not in GGUF_NAMES:
+            notes.append(_WIDENED)
     out = new_folder(out)
     device = torch.device("cpu") if dense.weights == "meta" else dense.device
     exact = on_disk(dense, device, torch.float32)
     unverified = out.with_name(out.name + "_unverified")
     with complete_folder(out) as folder:
-        if (unverified / RECORD_FILE).is_file():  # left by an earlier attempt
-            shutil.rmtree(unverified)
-        if unverified.exists():
-            raise UserError(f"{unverified} exists and is not an export. Move it away.")
+        _remove_earlier(unverified)
         sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
         routers = []
         if form.gating.score != "none":
@@ -165,15 +121,17 @@ def export(
             origin=origin or dense,
             on_progress=on_progress,
         )
-        problems, verification = routing_problems(routers, sample_BT.numel()), None
         files = form.write(conversion, folder)
+        tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
+        problems = routing_problems(routers, sample_BT.numel())
+        verification = None
         try:
-            tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
             verification, beyond = form.check(conversion, folder, tokens_BT)
             problems += beyond
         except (VerificationError, WorkerDiedError) as error:
             problems.append(str(error).replace(str(folder), str(unverified)))
-        if lowered := context_note(dense, splits_in(layouts), form, dtype):
+        lowered = context_note(dense, splits_in(layouts), form, dtype)
+        if lowered:
             notes.append(lowered)
         record = record_of(
             conversion,
@@ -190,8 +148,18 @@ def export(
         record.write(folder)
         if problems:
             folder.rename(unverified)
-            more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
-            raise VerificationError(
-                f"{problems[0]}{more} The unverified export is kept as {unverified}."
-            )
+            raise _unverified_error(problems, unverified)
     return record
+
+
+def _remove_earlier(unverified: Path) -> None:
+    """Remove the export that an earlier attempt left unverified; any other file is refused."""
+    if (unverified / RECORD_FILE).is_file():
+        shutil.rmtree(unverified)
+    if unverified.exists():
+        raise UserError(f"{unverified} exists and is not an export. Move it away.")
+
+
+def _unverified_error(problems: list[str], unverified: Path) -> VerificationError:
+    more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
+    return VerificationError(f"{problems[0]}{more} The unverified export is kept as {unverified}.")

@@ -90,7 +90,8 @@ def captured_routes(
         done = 0
         for rows in torch.split(tokens_BT, max(1, FORWARD_TOKENS // tokens_BT.shape[1])):
             at_routers(dense, layouts, rows, look, layout.target)
-            on_progress(done := done + len(rows), len(tokens_BT))
+            done += len(rows)
+            on_progress(done, len(tokens_BT))
         return torch.stack([torch.cat(parts) for parts in chosen.values()])
 
     return {layout.target: routes(layout) for layout in layouts}
@@ -111,7 +112,7 @@ def load_of(layout: ExpertLayout, routes_LTK: Int[Tensor, "L T K"]) -> tuple[Val
         f"layer's mean load, idlest: {min(layer['min_over_mean'] for layer in statistics):.2f}; "
         f"dead experts: {sum(len(layer['dead_experts']) for layer in statistics)}"
     )
-    heads = "query heads: " * (layout.target == "attention")
+    units = "query heads: " if layout.target == "attention" else ""
     return {
         "layers": list(loads),
         "share_LE": [share_E.tolist() for share_E in loads.values()],
@@ -120,7 +121,7 @@ def load_of(layout: ExpertLayout, routes_LTK: Int[Tensor, "L T K"]) -> tuple[Val
         "target": layout.target,
         "statistics": statistics,
         "warnings": warnings,
-    }, [heads + summary, *(f"warning: {heads}{warning}" for warning in warnings)]
+    }, [units + summary, *(f"warning: {units}{warning}" for warning in warnings)]
 
 
 def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
@@ -155,7 +156,9 @@ def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
     }
     for name, wrong in rules.items():
         if experts := statistics[name]:
-            shown = ", ".join(map(str, experts[:8])) + ", ..." * (len(experts) > 8)
+            shown = ", ".join(map(str, experts[:8]))
+            if len(experts) > 8:
+                shown += ", ..."
             of = f"{len(experts)} of {len(share_E)} experts"
             lines.append(f"layer {layer}: {of} {wrong}: {shown}")
     variation = statistics["coefficient_of_variation"]

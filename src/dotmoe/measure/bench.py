@@ -72,7 +72,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
             "ignores GPUs. Set threads to 1 and device to cpu, or clock to wall."
         )
     runtime = "llama.cpp" if in_gguf else "transformers"
-    runner = f"dotmoe.measure.bench:{'LlamaRunner' if in_gguf else 'TransformersRunner'}"
+    kind = LlamaRunner if in_gguf else TransformersRunner
+    runner = f"{kind.__module__}:{kind.__name__}"
     options = config.load.dtype, device, threads, config.clock, config.seed
     remedy = "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."
     names = (config.dense, config.moe)
@@ -131,7 +132,8 @@ def _measured(config: BenchConfig, workers: list[Worker], on_progress: Update) -
         for turn in range(config.rounds):
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
                 rounds[side].append(workers[side].ask("run"))
-            on_progress(done := done + 1, total, note)
+            done += 1
+            on_progress(done, total, note)
         tokens = point["batch" if point["steps"] else "tokens"]
         dense, moe = (
             {"tokens_per_s": tokens / float(np.quantile(np.concatenate(seconds), QUANTILE))}
@@ -165,18 +167,26 @@ def break_even(points: Sequence[Values]) -> list[str]:
         rows.sort(key=lambda row: int(row["point"]["batch"]))
         at: dict[str, list[str]] = {"faster": [], "slower": [], "inconclusive": []}
         for row in rows:
-            low, high = row["speed_ratio_quartiles"]
-            verdict = "faster" if low > 1 else "slower" if high < 1 else "inconclusive"
-            at[verdict].append(str(row["point"]["batch"]))
-        said = [f"{verdict} at batch {', '.join(found)}" for verdict, found in at.items() if found]
+            at[_verdict(row)].append(str(row["point"]["batch"]))
+        parts = [f"{verdict} at batch {', '.join(found)}" for verdict, found in at.items() if found]
         for (batch, ratio), (larger, other) in pairwise(
             (row["point"]["batch"], row["speed_ratio"]) for row in rows
         ):
             if (ratio > 1) != (other > 1):
                 part = math.log(ratio) / (math.log(ratio) - math.log(other))
-                said.append(f"even at about {batch * (larger / batch) ** part:.3g}, interpolated")
-        sentences.append(f"{name}, {tokens:,} tokens: the MoE is {'; '.join(said)}")
+                parts.append(f"even at about {batch * (larger / batch) ** part:.3g}, interpolated")
+        sentences.append(f"{name}, {tokens:,} tokens: the MoE is {'; '.join(parts)}")
     return sentences
+
+
+def _verdict(row: Values) -> str:
+    """Whether the MoE is faster or slower at a point, if both quartiles of the speedup say so."""
+    low, high = row["speed_ratio_quartiles"]
+    if low > 1:
+        return "faster"
+    if high < 1:
+        return "slower"
+    return "inconclusive"
 
 
 def table(result: Values) -> Table:
@@ -184,7 +194,9 @@ def table(result: Values) -> Table:
     settings, models = result["settings"], []
     for label in ("dense", "moe"):
         about = result[label]["weights"]
-        split = f", {about['active_experts']} of {about['experts']} experts" * (label == "moe")
+        split = ""
+        if label == "moe":
+            split = f", {about['active_experts']} of {about['experts']} experts"
         size = in_bytes(about["stored_bytes"])
         models.append(f"{result[label]['name']} ({result[label]['dtype']}, {size}{split})")
 

@@ -19,9 +19,10 @@ from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import sums_by_expert
 from dotmoe.method.router import router_logits, top_k_mask
-from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, GatedFFN, Stream
+from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import whole_weights
+from dotmoe.models.stream import TOKENS_AT_ONCE, Stream
 from dotmoe.text.blocks import TokenBlocks
 
 _TINY = 1e-30

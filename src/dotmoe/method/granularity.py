@@ -101,7 +101,8 @@ def from_record(record: dict[str, Any]) -> Splits:
     """Inverse of `to_record`."""
     values = dict(record)
     beside = values.pop("beside", None)
-    return (Granularity(**values), *(from_record(beside) if beside else ()))
+    first = Granularity(**values)
+    return (first, *from_record(beside)) if beside else (first,)
 
 
 def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Splits:
@@ -132,7 +133,7 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
     """Turn the options into E, s and k for one FFN width.
 
     By default, s is `default_expert_size`, k is the paper's quarter of E, and nothing is shared; a
-    conversion settles its own defaults first, see `dotmoe.export.settled_experts`. A share of E is
+    conversion has defaults of its own, see `dotmoe.run.defaults`. A share of E is
     rounded half up, to at least 1. Raises a `UserError` if the experts do not fit the width (it
     names the nearest that do), if k is above E, or if all active experts would be shared.
 

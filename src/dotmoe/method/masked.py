@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from dotmoe.common.distributed import product_in_float32
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.router import Routing, is_dense
-from dotmoe.models.family import SILU, TARGETS, Activation, DenseModel, GatedFFN
+from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
 from dotmoe.models.hooks import computing, input_hooks
+from dotmoe.models.traits import SILU, Activation
 
 
 @dataclass(kw_only=True)

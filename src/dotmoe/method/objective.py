@@ -76,7 +76,9 @@ class Objective:
             logger.warning(
                 "steps lowered from %d to %d: more would read the %d tokens of the text more than "
                 "%g times (max_epochs). --recipe small takes more and smaller steps",
-                *(config.steps, self.schedule.steps, blocks.num_blocks * blocks.seq_len),
+                config.steps,
+                self.schedule.steps,
+                blocks.num_blocks * blocks.seq_len,
                 config.max_epochs,
             )
 

@@ -11,7 +11,8 @@ from dotmoe.common.distributed import full_tensor
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_activation
 from dotmoe.method.router import Routing, is_dense
-from dotmoe.models.family import SILU, Activation, DenseModel, GatedFFN
+from dotmoe.models.family import DenseModel, GatedFFN
+from dotmoe.models.traits import SILU, Activation
 
 
 class Router(nn.Module):
@@ -69,7 +70,7 @@ class SparseFFN(nn.Module):
     def weights(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter | None]]:
         """Each projection's name, the experts' rows, and the shared expert's rows if any."""
         experts = (self.gate_ESD, self.up_ESD, self.down_ESD)
-        shared = [None] * 3 if self.shared is None else list(self.shared)
+        shared = (None, None, None) if self.shared is None else tuple(self.shared)
         return zip(("gate", "up", "down"), experts, shared, strict=True)
 
     def dense_rows(self) -> dict[str, Tensor]:

@@ -307,25 +307,28 @@ class Tensors:
             shape, _ = self.describe(name)
             if shape == meant:
                 continue
-            said = (
+            wrong = (
                 f"{name} has shape {shape} in {self.folder}, but its config.json requires {meant}"
             )
             if other := self._other_shape(name, shape):
                 raise UserError(
-                    f"{said}, and {other}. Layers of a pruned model differ in width, and its class "
-                    "has one for all. Choose the model before it was pruned."
+                    f"{wrong}, and {other}. Layers of a pruned model differ in width, and its "
+                    "class has one for all. Choose the model before it was pruned."
                 )
-            raise UserError(f"{said}. Fix the config.")
+            raise UserError(f"{wrong}. Fix the config.")
 
     def _other_shape(self, name: str, shape: tuple[int, ...]) -> str | None:
         """A tensor that has another shape than the same one of another layer."""
         stored = self.stored_name(name)
-        for number in range(len(self.names) if _IN_LAYER.fullmatch(stored) else 0):
+        if not _IN_LAYER.fullmatch(stored):
+            return None
+        for number in range(len(self.names)):
             other = _IN_LAYER.sub(rf"\g<1>{number}\g<2>", stored)
             if other not in self.names:
                 return None
-            if (its := self.describe(other)[0]) != shape:
-                return f"{other} is {its}"
+            other_shape, _ = self.describe(other)
+            if other_shape != shape:
+                return f"{other} is {other_shape}"
         return None
 
     def require_model(self, model: nn.Module) -> None:

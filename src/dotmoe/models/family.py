@@ -7,14 +7,12 @@ an FFN neuron one column of `down_proj`, a query head the columns of `o_proj` th
 import copy
 import os.path
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +23,7 @@ from transformers.activations import ACT2FN
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from dotmoe.common.errors import UserError, nearest
+from dotmoe.models.traits import ACTIVATIONS, SILU, Activation, DecoderTraits, Multipliers, Readout
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"
@@ -33,90 +32,6 @@ _USUAL = re.compile(
     r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
 )
 """Names of the tensors of a layer in most families."""
-TOKENS_AT_ONCE = 4096
-"""Tokens of a `Stream` whose activations exist at once."""
-
-
-class Multipliers(NamedTuple):
-    """Constant factors in a decoder, as in Granite; the defaults change nothing."""
-
-    embedding: float = 1.0
-    residual: float = 1.0
-    """Factor of what attention and FFN add to the residual stream."""
-    attention: float | None = None
-    """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
-    logits_divisor: float = 1.0
-
-
-class Activation(NamedTuple):
-    """The function of a gate, elementwise, and its gradient."""
-
-    name: str
-    apply: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-    """Maps dL/d(output) and the input to dL/d(input)."""
-
-
-SILU = Activation("SiLU", F.silu, torch.ops.aten.silu_backward)
-GELU = Activation(
-    "tanh GELU",
-    partial(F.gelu, approximate="tanh"),
-    partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-)
-
-
-class Readout(NamedTuple):
-    """How logits follow from the product z of hidden states and head: cap tanh(factor z / cap)."""
-
-    factor: float = 1.0
-    """Factor of all logits, as in Granite and Cohere."""
-    cap: float | None = None
-    """Bound of a logit's size, as in Gemma; None: logits are factor z."""
-
-    def logits(self, product_TV: Tensor) -> Tensor:
-        """Logits in float32, [T, V]."""
-        logits_TV = product_TV.float() if self.factor == 1 else product_TV.float() * self.factor
-        return logits_TV if self.cap is None else torch.tanh(logits_TV / self.cap) * self.cap
-
-    def slope(self, logits_TV: Tensor) -> Tensor | float:
-        """d(logit)/dz: [T, V], or one number where it is the same everywhere."""
-        if self.cap is None:
-            return self.factor
-        return (logits_TV / self.cap).square().neg_().add_(1).mul_(self.factor)
-
-
-PLAIN = Readout()
-ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU}
-"""Activation functions of gates, by their names in configs."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderTraits:
-    """Features outside the FFN that an output architecture must be able to hold."""
-
-    head_dim: int
-    """Width of one attention head; it may differ from hidden_size / heads."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Whether the attention's output projection has a bias."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm of queries and keys: none, on each head, or over all heads at once."""
-    is_own: bool = False
-    """Whether these traits leave out how the decoder computes; see `Family.is_own`."""
-    norms_after: bool = False
-    """Whether RMSNorms follow attention and FFN, in the residual branch; none precede them, except
-    in a decoder of its own."""
-    sliding_window: int | None = None
-    """Size of the attention window in tokens; None for full attention."""
-    all_slide: bool = True
-    """Whether all layers have the window, not some."""
-    scaled_from: int | None = None
-    """Position from which on queries are scaled, as in Ministral 3; None: none are."""
-    activation: str = SILU.name
-    """Name of the FFNs' activation function."""
-    rotated: float = 1.0
-    """Share of each head that rotary embeddings rotate, above 0, at most 1."""
-    multipliers: Multipliers = field(default_factory=Multipliers)
 
 
 class TensorPart(NamedTuple):
@@ -176,7 +91,8 @@ class Family:
         """Why this config cannot be converted exactly (with the remedy), or None."""
         if experts := _experts_in(config):
             return f"{experts}: {MOE}. Choose a dense one."
-        if (name := activation_name(config)) not in ACTIVATIONS:
+        name = activation_name(config)
+        if name not in ACTIVATIONS:
             return f"hidden_act is {name!r}, not SiLU or tanh GELU. Choose a SwiGLU or GeGLU model."
         if getattr(config, "mlp_bias", False):
             return "mlp_bias is true, but no stock MoE has it. Choose a model without it."
@@ -189,11 +105,14 @@ class Family:
         attending = (layer for layer in layers if getattr(layer, "self_attn", None))
         layer = next(attending, layers[0])  # of Qwen3.5 most have linear attention
         shapes = {name: weight.shape for name, weight in layer.named_parameters()}
-        norm = shapes.get("self_attn.q_norm.weight", torch.Size())
+        norm = shapes.get("self_attn.q_norm.weight")
+        qk_norm: Literal["none", "head", "full"] = "none"
+        if norm:
+            qk_norm = "head" if norm == (width,) else "full"
         # Up to the window, full and sliding attention compute the same.
-        kinds = stated(config, "layer_types") or ("sliding_attention",)
-        window = stated(config, "sliding_window")
-        attention = stated(config, "attention_multiplier")
+        kinds = declared(config, "layer_types") or ("sliding_attention",)
+        window = declared(config, "sliding_window")
+        attention = declared(config, "attention_multiplier")
         rotary = getattr(model.get_submodule("model"), "rotary_emb", None)
         frequencies = getattr(rotary, "inv_freq", None)
         # Granite 4 may have no positions and layers without attention.
@@ -203,7 +122,7 @@ class Family:
             head_dim=width,
             qkv_bias="self_attn.q_proj.bias" in shapes,
             output_bias="self_attn.o_proj.bias" in shapes,
-            qk_norm="none" if not norm else "head" if norm == (width,) else "full",
+            qk_norm=qk_norm,
             is_own=self.is_own or not is_usual,
             norms_after=hasattr(layer, self.ffn_norm_after),
             sliding_window=window if "sliding_attention" in kinds else None,
@@ -212,10 +131,10 @@ class Family:
             activation=ACTIVATIONS[activation_name(config)].name,
             rotated=1.0 if frequencies is None else 2 * len(frequencies) / width,
             multipliers=Multipliers(
-                embedding=float(stated(config, "embedding_multiplier", 1.0)),
-                residual=float(stated(config, "residual_multiplier", 1.0)),
+                embedding=float(declared(config, "embedding_multiplier", 1.0)),
+                residual=float(declared(config, "residual_multiplier", 1.0)),
                 attention=None if attention == width**-0.5 else attention,
-                logits_divisor=float(stated(config, "logits_scaling", 1.0)),
+                logits_divisor=float(declared(config, "logits_scaling", 1.0)),
             ),
         )
 
@@ -278,11 +197,11 @@ class Family:
 
     def stored(self, config: Any, name: str) -> TensorPart:
         """Where this family's checkpoints store the tensor that has `name` in LLaMA's form."""
-        heads, width = head_dim(config), config.intermediate_size
-        keys = config.num_key_value_heads * heads
-        rows = {"q_proj": config.num_attention_heads * heads, "k_proj": keys, "v_proj": keys}
+        of_head, of_ffn = head_dim(config), config.intermediate_size
+        queries, keys = config.num_attention_heads * of_head, config.num_key_value_heads * of_head
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         for fused, parts in self.fused.items():
-            ends = list(accumulate((rows.get(part, width) for part in parts), initial=0))
+            ends = list(accumulate((rows.get(part, of_ffn) for part in parts), initial=0))
             for part, *span in zip(parts, ends, ends[1:], strict=False):
                 if f".{part}." in name:
                     own = self.own_name(name.replace(part, fused))
@@ -310,14 +229,17 @@ FAMILIES = {
     "lfm2": Family(
         is_own=True,
         renamed={
-            **{"mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+            "mlp": "feed_forward",
+            "gate_proj": "w1",
+            "up_proj": "w3",
+            "down_proj": "w2",
             "norm": "embedding_norm",
         },
     ),
 }
 
 
-def stated(config: Any, key: str, default: Any = None) -> Any:
+def declared(config: Any, key: str, default: Any = None) -> Any:
     """Value of a key that the config's class declares; keys of other classes are ignored."""
     return getattr(config, key) if hasattr(type(config), key) else default
 
@@ -326,7 +248,7 @@ def state_ffn_width(config: Any) -> None:
     """Set `intermediate_size` to the width of the FFNs where a config states that otherwise."""
     if config.model_type == "granitemoehybrid":
         config.intermediate_size = config.shared_intermediate_size
-    if stated(config, "block_auto_adjust_ff_dim"):  # LFM2 rounds two thirds of the stated width
+    if declared(config, "block_auto_adjust_ff_dim"):  # LFM2 rounds two thirds of the stated width
         with torch.device("meta"):
             config.intermediate_size = Lfm2MLP(config).w1.out_features
         config.block_auto_adjust_ff_dim = False
@@ -334,8 +256,8 @@ def state_ffn_width(config: Any) -> None:
 
 def readout_of(config: Any) -> Readout:
     """How a model with this config makes logits."""
-    factor = stated(config, "logit_scale", 1.0) / stated(config, "logits_scaling", 1.0)
-    return Readout(float(factor), stated(config, "final_logit_softcapping"))
+    factor = declared(config, "logit_scale", 1.0) / declared(config, "logits_scaling", 1.0)
+    return Readout(float(factor), declared(config, "final_logit_softcapping"))
 
 
 def rope_of(config: Any) -> dict[str, Any]:
@@ -346,7 +268,7 @@ def rope_of(config: Any) -> dict[str, Any]:
 
 def activation_name(config: Any) -> str:
     """Name of the activation function of a model's FFNs."""
-    return str(stated(config, "hidden_activation") or stated(config, "hidden_act", "silu"))
+    return str(declared(config, "hidden_activation") or declared(config, "hidden_act", "silu"))
 
 
 def head_dim(config: Any) -> int:
@@ -359,11 +281,11 @@ def family_of(config: Any) -> Family:
     """The family of a Hugging Face config; raises `UserError` if it cannot be converted."""
     model_type = config.model_type
     if model_type not in FAMILIES:
+        # A type that Transformers knows is no typing error: olmo3 is not meant to be olmo2.
+        meant = "" if model_type in CONFIG_MAPPING else nearest(model_type, FAMILIES)
         raise UserError(
             f"model_type is {model_type!r}, which dotmoe cannot convert: {_unknown_in(config)}. "
-            f"Families: {', '.join(FAMILIES)}."
-            # A type that Transformers knows is no typing error: olmo3 is not meant to be olmo2.
-            f"{'' if model_type in CONFIG_MAPPING else nearest(model_type, FAMILIES)}"
+            f"Families: {', '.join(FAMILIES)}.{meant}"
         )
     family = FAMILIES[model_type]
     if refused := family.unsupported(config):
@@ -387,7 +309,8 @@ def _unknown_in(config: Any) -> str:
     parts = [name.removesuffix(".weight") for name, _ in layer.named_parameters()]
     if not any(name.endswith(("gate_proj", "gate_up_proj", ".w1")) for name in parts):
         return "its layers have no gated FFN"
-    if unknown := [name for name in parts if not _USUAL.fullmatch(name)]:
+    unknown = [name for name in parts if not _USUAL.fullmatch(name)]
+    if unknown:
         return f"its layers have {unknown[0]} ({len(unknown)} such parts), unknown to dotmoe"
     return "its layers have the usual parts, but what they compute was not checked"
 
@@ -520,59 +443,6 @@ class DenseModel:
         """Raise a `ValueError` if the weights are elsewhere than in `places`."""
         if self.weights not in places:
             raise ValueError(f"weights of {self.source} are in {self.weights}, not {places}")
-
-
-class Stream:
-    """The hidden states between two decoder layers, [B, T, D], on the CPU.
-
-    Whoever makes it may move `hidden_BTD` elsewhere, where they stay. Layers are called as the
-    model's trunk calls them, even if the model no longer has them.
-    """
-
-    def __init__(
-        self, dense: DenseModel, tokens_BT: Tensor, parts: Sequence[slice] | None = None
-    ) -> None:
-        """Start before the first layer; rows run in `parts`, by default of up to 4,096 tokens."""
-        num_rows, seq_len = tokens_BT.shape
-        rows = max(1, TOKENS_AT_ONCE // seq_len)
-        self.parts = parts or [slice(row, row + rows) for row in range(0, num_rows, rows)]
-        self._device, self._layers = dense.device, list(dense.family.layers(dense.model))
-        self._arguments = _arguments(dense, tokens_BT[:1])
-        embed: Any = dense.model.get_input_embeddings()  # type: ignore[operator]
-        factor = dense.traits.multipliers.embedding
-        parts_BT = [tokens_BT[part].to(self._device) for part in self.parts]
-        self.hidden_BTD = torch.cat([(embed(part_BT) * factor).cpu() for part_BT in parts_BT])
-
-    def after(self, index: int, part: slice) -> Tensor:
-        """Hidden states of some rows after a layer, on its device; the stream does not advance."""
-        hidden_BTD = self.hidden_BTD[part].to(self._device, non_blocking=True)
-        output: Tensor = self._layers[index](hidden_BTD, **self._arguments[index])
-        return output
-
-    def advance(self, index: int) -> None:
-        """Run the stream through a layer."""
-        for part in self.parts:
-            self.hidden_BTD[part] = self.after(index, part)
-
-    def clone(self) -> Self:
-        """A copy of the stream at the same layer."""
-        other = copy.copy(self)
-        other.hidden_BTD = self.hidden_BTD.clone()
-        return other
-
-
-def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
-    """Keyword arguments that the trunk passes to each decoder layer: positions and masks."""
-    arguments: list[dict[str, Any]] = []
-
-    def keep(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        arguments.append(kwargs)
-
-    with ExitStack() as hooks:
-        for layer in dense.family.layers(dense.model):
-            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
-        dense.model.get_submodule("model")(input_ids=tokens_1T.to(dense.device), use_cache=False)
-    return arguments
 
 
 def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:

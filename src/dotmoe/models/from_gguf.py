@@ -132,7 +132,8 @@ def _key_of(file: Path) -> str:
 
 def _config(file: GgufFile) -> Any:
     """The config as Transformers reads it; refuses a file that Transformers would misread."""
-    if (parts := file.metadata("split.count") or 1) > 1:
+    parts = file.metadata("split.count") or 1
+    if parts > 1:
         raise UserError(
             f"{file.path} is one of {parts} parts of a model. Join them, with the first of them: "
             "llama-gguf-split --merge FIRST.gguf WHOLE.gguf, and name that file."

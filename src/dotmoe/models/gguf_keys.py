@@ -53,11 +53,17 @@ def require_meaning(path: Path, arch: str, stored: Mapping[str, Any], config: An
                 f"the key {arch}.{key} of {path} {what}, but Transformers reads {value!r}. "
                 f"{ANOTHER}"
             )
-    scalar = getattr(config, "query_pre_attn_scalar", None)
-    if scalar is not None and not _is_same(means := _scale_of_gemma(config), scalar):
+    if getattr(config, "query_pre_attn_scalar", None) is not None:
+        _require_scale(path, config)
+
+
+def _require_scale(path: Path, config: Any) -> None:
+    """Refuse a Gemma whose attention scores Transformers would scale otherwise."""
+    meant, read = _scale_of_gemma(config), config.query_pre_attn_scalar
+    if not _is_same(meant, read):
         raise UserError(
-            f"{path} is a {config.model_type} whose attention is scaled by 1 / sqrt({means:g}), "
-            f"but Transformers reads {scalar:g}. {ANOTHER}"
+            f"{path} is a {config.model_type} whose attention is scaled by 1 / sqrt({meant:g}), "
+            f"but Transformers reads {read:g}. {ANOTHER}"
         )
 
 

@@ -19,7 +19,10 @@ from dotmoe.models.tokenizer import BESIDE_WEIGHTS
 FINGERPRINT = "fingerprint"
 """Key of a model's fingerprint, beside its name in results."""
 _DECIDES = (
-    *("config.json", "*.safetensors", "*.safetensors.index.json", "adapter_config.json"),
+    "config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_config.json",
     "modeling_dotmoe.py",
     *BESIDE_WEIGHTS,
 )

@@ -118,7 +118,8 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _layer_of(name: str) -> int | None:
-    return int(match[1]) if (match := _LAYER.match(name)) else None
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
 
 
 def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
@@ -129,8 +130,9 @@ def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
         if plain.get(key):
             changed[key] = [plain[key][index] for index in kept]
     for key in ("first_k_dense_replace", "first_dense_layers"):
-        if leading := plain.get(key):
-            changed[key] = sum(index < leading for index in kept)
+        leading = plain.get(key)
+        if leading:
+            changed[key] = 1 if layer is not None and layer < leading else 0
     if plain.get("mlp_only_layers"):
         changed["mlp_only_layers"] = [0] if layer in plain["mlp_only_layers"] else []
     return plain | changed

@@ -41,6 +41,11 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     meant = nearest(str(folder), map(str, beside))
     if is_local(source):
         raise UserError(f"{source} does not exist.{meant} Name a checkpoint folder.")
+    return _from_hub(source, meant, config_only=config_only)
+
+
+def _from_hub(source: str, meant: str, *, config_only: bool) -> Path:
+    """Folder of a hub checkpoint in the cache, downloaded if it can be; `meant` ends an error."""
     name, _, revision = source.partition("@")
     wanted = ["config.json", ADAPTER] if config_only else _WANTED
     try:
@@ -52,9 +57,10 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
             f"{source} is gated on the hub. Accept its terms there, then run `hf auth login`."
         ) from error
     except Exception as error:  # its errors, and those of its transports, have no common base
-        if isinstance(error, LocalEntryNotFoundError) and (cached := _cached(name, revision)):
-            return cached
         is_offline = isinstance(error, LocalEntryNotFoundError)
+        cached = _cached(name, revision) if is_offline else None
+        if cached:
+            return cached
         cause = "offline, and not in the cache" if is_offline else one_line(error)
         raise UserError(
             f"{source} is no local folder and cannot be fetched from the hub ({cause}). "

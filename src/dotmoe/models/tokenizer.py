@@ -26,9 +26,17 @@ from dotmoe.models.stock import read_stock
 WHOLE = "tokenizer.json"
 """File of a whole tokenizer, as the tokenizers library reads it."""
 BESIDE_WEIGHTS = (
-    *("tokenizer*", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt"),
-    *("added_tokens.json", "special_tokens_map.json", "chat_template.*"),
-    *("additional_chat_templates/*", "generation_config.json"),
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.*",
+    "additional_chat_templates/*",
+    "generation_config.json",
 )
 """Patterns of the files of a tokenizer, and of the generation config."""
 PROBES = (
@@ -40,11 +48,25 @@ PROBES = (
 )
 """Texts on which tokenizers are compared: letters of many scripts, digits, spaces, line breaks."""
 _CHARACTERS = (
-    *(" ", "\n", "\r", "\t", " \u00a0\u3000\u200b", "'", "'"),
-    *("sStTdDmM", "lLvVrReE", "azAZ", "\u00e9\u00c9\u00df\u0436\u0416\u01c5\u02b0"),
-    *("\u65e5\u3042\u30a2\ud55c\u0e01\u0905\u05d0", "\u0301\u094d\u0e34"),
-    *("0123456789", "0123456789\u0663\u00b2\u2167\u00bd", "!.,/-_()?:;@#%&*[]{}", "$+~`<=>|^"),
-    *("\u2026\u3002\uff0c\u0964\u2014\u201c", "\U0001f642\u20ac\u00b0"),
+    " ",
+    "\n",
+    "\r",
+    "\t",
+    " \u00a0\u3000\u200b",
+    "'",
+    "'",
+    "sStTdDmM",
+    "lLvVrReE",
+    "azAZ",
+    "\u00e9\u00c9\u00df\u0436\u0416\u01c5\u02b0",
+    "\u65e5\u3042\u30a2\ud55c\u0e01\u0905\u05d0",
+    "\u0301\u094d\u0e34",
+    "0123456789",
+    "0123456789\u0663\u00b2\u2167\u00bd",
+    "!.,/-_()?:;@#%&*[]{}",
+    "$+~`<=>|^",
+    "\u2026\u3002\uff0c\u0964\u2014\u201c",
+    "\U0001f642\u20ac\u00b0",
 )
 """Groups of characters that different rules treat differently."""
 _NO_FILE = (
@@ -85,14 +107,16 @@ def load_tokenizer(folder: Path, rows: int | None = None) -> Any:
             f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). {remedy}"
         ) from error
     beyond = [] if rows is None else _beyond(stock, rows, folder)
-    difference = whole and _difference(stock, whole)
+    difference = _difference(stock, whole) if whole else None
     if difference is None and not beyond:
         return stock
     if beyond:
         logger.warning(
             "%s: special tokens such as %r have ids beyond the %d rows of the embedding; they are "
             "left out, and text with their names is plain text.",
-            *(folder, beyond[0], rows),
+            folder,
+            beyond[0],
+            rows,
         )
     if difference is not None:
         logger.warning("%s: %s", folder, _as_stands(stock, difference))
@@ -149,7 +173,9 @@ def copy_beside_weights(dense: DenseModel, out: Path) -> None:
         dense.tokenizer.save_pretrained(out)
         logger.warning(
             "%s has no %s; %s gets the one that Transformers makes of the other files.",
-            *(dense.folder, WHOLE, out),
+            dense.folder,
+            WHOLE,
+            out,
         )
     for path in (path for pattern in BESIDE_WEIGHTS for path in dense.folder.glob(pattern)):
         if path.is_file():

@@ -6,16 +6,15 @@ resumes, and a command with more runs than before makes only the new ones.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dotmoe.common.distributed import require_one_process, resolved_device
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import write_json, write_text
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import to_markdown, without_html
-from dotmoe.method.config import AlignConfig, CalibrateConfig, ExpertsConfig
 from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.family import DenseModel
@@ -23,11 +22,11 @@ from dotmoe.models.identity import FINGERPRINT
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline.convert import convert, exportable_splits
 from dotmoe.pipeline.finetune import finetune
+from dotmoe.pipeline.points import Point, points_of
 from dotmoe.pipeline.prune import budget_of, prune
 from dotmoe.pipeline.rows import Measured, Row, table
-from dotmoe.rivals.baselines import METHODS
-from dotmoe.rivals.pruning import PRUNING, require
-from dotmoe.run.config import PAPER, CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
+from dotmoe.rivals.pruning import require
+from dotmoe.run.config import CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.run.folder import RunFolder, provenance
 
 _OWN = "own, not exportable"
@@ -35,21 +34,6 @@ _OWN = "own, not exportable"
 _FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
 """What ends one run of a comparison and not the others: no memory (on a GPU a `RuntimeError`), or
 a computation that fails, too. An interrupt or a full disk ends the command."""
-
-_OURS, _PAPERS = "dotmoe", "DOT-MoE (paper)"
-"""Names of rows of `dot_moe`: this project's recipe, and the paper's."""
-
-
-class Point(NamedTuple):
-    """One run of a comparison: the name of its method, and its config."""
-
-    value: str
-    config: RunConfig
-
-    @property
-    def name(self) -> str:
-        """Name of the subfolder of this run."""
-        return Path(self.config.out).name
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
@@ -76,37 +60,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     return summary
 
 
-def points_of(config: CompareConfig, read: int | None = None) -> list[Point]:
-    """The runs of a comparison, in the order of its table; pruning methods `read` these tokens."""
-    plain, methods = _plain(config), config.methods
-    if not methods:
-        raise UserError("methods names none. Name at least one, or omit it for the default.")
-    seeds = config.seeds or (config.seed,)
-    if "all" in methods:
-        methods = ("dot_moe", *METHODS, *PRUNING)
-    found = (
-        point
-        for method in methods
-        for seed in seeds
-        for point in _points_of(method, replace(plain, seed=seed), config, read)
-    )
-    return list(dict.fromkeys(found))  # runs that have no seed come once
-
-
-def _plain(config: RunConfig) -> RunConfig:
-    """The options of a conversion in the config of a comparison."""
-    if not config.eval_text:
-        raise UserError(
-            "eval_text names no text. All runs are compared on the same text, which no run trains "
-            "on: give --eval-text."
-        )
-    plain = RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
-    # No run measures how many layers to keep dense, so that all have one budget.
-    first = plain.experts.first_dense_layers or 0
-    return replace(plain, experts=replace(plain.experts, first_dense_layers=first))
-
-
-def _fitting(
+def _suitable_points(
     config: CompareConfig, points: list[Point], dense: DenseModel, progress: Progress
 ) -> Iterator[Point]:
     """Yield the runs that fit the model; others are refused, or left out if methods is `all`."""
@@ -148,14 +102,11 @@ def _measure(
             if is_common or (name == names[-1] and not rows):
                 raise
 
-    runs = list(_fitting(config, points, model, progress))
+    runs = list(_suitable_points(config, points, model, progress))
     names = [point.name for point in runs]
     for point in runs:
         with unless_it_fails(point.name):
-            if isinstance(point.config, PruneRunConfig):
-                results = prune(point.config, progress)
-            else:
-                results = convert(point.config, progress).results
+            results = _made(point, progress)
             dense = results["dense"]
             if not rows:
                 rows.append(_dense_row(results["parameters"]["dense"], dense))
@@ -177,6 +128,13 @@ def _measure(
     }
 
 
+def _made(point: Point, progress: Progress) -> dict[str, Any]:
+    """Results of a run, which is made unless it is already finished."""
+    if isinstance(point.config, PruneRunConfig):
+        return prune(point.config, progress)
+    return convert(point.config, progress).results
+
+
 def _dense_row(parameters: int, result: dict[str, Any]) -> Row:
     """The row of the dense model, with which all others are compared."""
     return Row(
@@ -194,62 +152,6 @@ def _parameters(row: Row) -> int:
     """Parameters of a row that work on a token, which all made by a run have."""
     assert row.parameters is not None
     return row.parameters
-
-
-def _points_of(
-    method: str, plain: RunConfig, comparison: CompareConfig, read: int | None
-) -> Iterator[Point]:
-    """Yield the runs of one method with one seed; `plain` is the config that all methods share."""
-    suffix, out = f"-seed{plain.seed}" * bool(comparison.seeds), Path(plain.out)
-    if method in PRUNING:  # an option that it does not read must not change its identity
-        same = ("model", "data", "load", "eval_text", "other_text", "eval_tokens")
-        is_trained, align = PRUNING[method].is_trained, AlignConfig(steps=0)
-        if is_trained:
-            align = AlignConfig(steps=comparison.mask_steps, batch_size=plain.align.batch_size)
-        config = PruneRunConfig(
-            **{name: getattr(plain, name) for name in same},
-            out=str(out / (method + suffix * is_trained)),
-            method=method,
-            experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
-            calibrate=CalibrateConfig(calibration_tokens=read),
-            align=align,
-            seed=plain.seed * is_trained,
-        )
-        yield Point(method, config)
-        return
-    steps, options = plain.baseline.router_steps, replace(plain.baseline, router_steps=0)
-    plain = replace(plain, method=method, baseline=options)
-    if method == "dot_moe":
-        changes: dict[str, Any] = {"untrained": {"align": replace(plain.align, steps=0)}}
-        if steps:
-            for variant, learns in (("router", False), ("trained", True)):
-                align = replace(plain.align, steps=steps, learn_assignment=learns)
-                changes[variant] = {"align": align}
-            paper = replace(
-                PAPER.align,
-                steps=steps,
-                batch_size=plain.align.batch_size,
-                max_epochs=plain.align.max_epochs,
-            )
-            changes["paper"] = {
-                "experts": replace(plain.experts, shared=0.0),
-                "calibrate": PAPER.calibrate,
-                "assignment": PAPER.assignment,
-                "align": paper,
-                "repair": False,
-            }
-    else:
-        if not METHODS[method].has_shared_expert:
-            plain = replace(plain, experts=replace(plain.experts, shared=0.0))
-        own, ridge = (replace(options, split_router=router) for router in ("own", "ridge"))
-        changes = {"own": {"baseline": own}}
-        if not (METHODS[method].experts_of or METHODS[method].is_static):  # rows of another method
-            changes["ridge"] = {"baseline": ridge}
-        if steps and "ridge" in changes:
-            changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}
-    for variant, change in changes.items():
-        name = {"paper": _PAPERS}.get(variant, _OURS) if method == "dot_moe" else method
-        yield Point(name, replace(plain, out=str(out / f"{method}-{variant}{suffix}"), **change))
 
 
 def _trained(config: RunConfig) -> str | None:
@@ -271,7 +173,7 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
     exact, split = results.get("moe_own_router"), from_record(results["granularity"])[0]
     router: str = config.baseline.split_router
     if config.method == "dot_moe":
-        router = {"data": "ridge", "random": "random"}[config.calibrate.start]
+        router = "ridge" if config.calibrate.start == "data" else "random"
     folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
     read = text_tokens(config, results["steps"], model)
     frozen = Row(

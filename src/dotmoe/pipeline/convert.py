@@ -41,8 +41,8 @@ from dotmoe.pipeline.stages import Conversion, Run, fitting_the_device
 from dotmoe.rivals import baselines
 from dotmoe.rivals.baselines import Baseline, Baselines
 from dotmoe.run.config import RunConfig
+from dotmoe.run.defaults import splits_for, with_defaults
 from dotmoe.run.folder import RunFolder
-from dotmoe.run.settled import settled, splits_for
 
 _DENSE_LAYERS = "dense_layers.json"
 
@@ -59,7 +59,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     """
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
-            config = raise_on_all_ranks(lambda: settled_config(checked(config)))
+            config = raise_on_all_ranks(lambda: config_with_defaults(checked(config)))
             if config.time:
                 config = broadcast_from_rank_zero(lambda: _in_time(config, progress))
             run = Run(config, progress)
@@ -92,12 +92,12 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         return run.conversion()
 
 
-def settled_config(config: RunConfig) -> RunConfig:
+def config_with_defaults(config: RunConfig) -> RunConfig:
     """The config as it is meant for its model; methods other than DOT-MoE run on one rank."""
     if config.method != "dot_moe":
         require_one_process(f"method {config.method}")
     dense = describe_dense(config.model)
-    return settled(config, dense, export_dtype(dense, config.export))
+    return with_defaults(config, dense, export_dtype(dense, config.export))
 
 
 def exportable_splits(config: RunConfig, dense: DenseModel) -> Splits:
@@ -110,8 +110,10 @@ def exportable_splits(config: RunConfig, dense: DenseModel) -> Splits:
 def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
     """The config with the repair that `time` allows: the one that the run began with, if it has."""
     folder = RunFolder(Path(config.out))
-    if folder.exists and (begun := folder.config(RunConfig)).time == config.time:
-        return replace(config, repairing=begun.repairing)
+    if folder.exists:
+        begun = folder.config(RunConfig)
+        if begun.time == config.time:
+            return replace(config, repairing=begun.repairing)
     config, why = chosen_in_time(config)
     (progress or Progress(quiet=True)).log(why)
     return config

@@ -20,7 +20,7 @@ from dotmoe.models.load import describe_dense, left_on_disk, load_dense
 from dotmoe.pipeline.stages import Run
 from dotmoe.rivals import pruning
 from dotmoe.run.config import PruneRunConfig, RunConfig
-from dotmoe.run.settled import splits_for
+from dotmoe.run.defaults import splits_for
 
 
 def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dotmoe.common.tables import Table, millions, percent, table_of
 from dotmoe.measure.evaluate.difference import (
     IncomparableError,
     difference,
-    error_over,
+    error_of_mean,
     nats_with_error,
 )
 
@@ -234,7 +234,7 @@ def _above(row: Row, other: Row) -> str | None:
     except IncomparableError:
         return None
     if stderr is not None:
-        of_seeds = (error_over(each.losses, [1] * len(each.losses)) for each in (row, other))
+        of_seeds = [error_of_mean(each.losses) for each in (row, other)]
         stderr = math.hypot(stderr, *(error or 0.0 for error in of_seeds))
     return nats_with_error(change, stderr, "+.3f")
 

@@ -35,7 +35,7 @@ from dotmoe.measure.evaluate.own_answers import (
     own_answers_table,
     states_on,
 )
-from dotmoe.measure.inspection.planner import fitting
+from dotmoe.measure.inspection.planner import fit_to_memory
 from dotmoe.measure.inspection.sizes import Sizes, Step
 from dotmoe.measure.report.page import html_report
 from dotmoe.method.config import AlignConfig, FinetuneConfig, ObjectiveConfig
@@ -56,7 +56,14 @@ from dotmoe.run.folder import RESULTS, RunFolder, provenance
 from dotmoe.text.answers import OwnAnswers, own_answers
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.sources import PROMPTS, SELF, fingerprint_of, means
-from dotmoe.text.tokenise import NO_ANSWERS, OTHER, Text, require_sources, tokenise, write_windows
+from dotmoe.text.tokenise import (
+    NO_ANSWERS,
+    OTHER,
+    TokenisedText,
+    require_sources,
+    tokenise,
+    write_windows,
+)
 from dotmoe.training.folder import OnStep
 
 _ROUND_OF_FINETUNING = 500
@@ -89,7 +96,7 @@ class Run:
 
     own: OwnAnswers = NO_ANSWERS
     """What the dense model wrote in this run, set by `answer`."""
-    text: Text
+    text: TokenisedText
     """Training and held-out text, set by `tokenise`."""
     texts: dict[tuple[str, ...], TokenBlocks]
     """Texts to measure perplexity on, by name: the held-out text, and `other_text` if given."""
@@ -187,7 +194,9 @@ class Run:
             )
         self.progress.log("weights are sharded: the model is not asked, no answers are measured")
 
-    def tokenise(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> None:
+    def tokenise(
+        self, dense: DenseModel, min_tokens: int, beside: TokenisedText | None = None
+    ) -> None:
         """Run the tokenise stage; rank zero alone writes the training and the held-out text."""
         config, data = self.config, self.converted.data
 
@@ -208,14 +217,14 @@ class Run:
                 own=self.own,
             )
 
-        def make(folder: Path) -> Text:
+        def make(folder: Path) -> TokenisedText:
             broadcast_from_rank_zero(lambda: write(folder))
-            text = raise_on_all_ranks(lambda: Text.load(folder))
+            text = raise_on_all_ranks(lambda: TokenisedText.load(folder))
             if dense.weights in ("memory", "shards"):
                 self._warn_of_chance(dense, text.training.drawn(CHANCE_TOKENS)[:, :CHANCE_TOKENS])
             return text
 
-        self.text = text = self.stage("data", Text.load, make)
+        self.text = text = self.stage("data", TokenisedText.load, make)
         self.texts = {text.heldout_name: text.heldout}
         if other := self.converted.other_text:
             self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
@@ -228,7 +237,11 @@ class Run:
                 "%s predicts no better than chance: %.2f nats per token over %d tokens of the "
                 "text, where equal chances for %d tokens give %.2f. Its head, its tokenizer or "
                 "its weights are not those of a trained model: compare it with the original.",
-                *(dense.source, loss, tokens_BT[:, 1:].numel(), dense.widths.vocabulary, chance),
+                dense.source,
+                loss,
+                tokens_BT[:, 1:].numel(),
+                dense.widths.vocabulary,
+                chance,
             )
 
     @contextmanager
@@ -409,7 +422,7 @@ def fitting_the_device(
             offload=offload,
             memory_bytes=memory_of(device),
         )
-        chosen = fitting(step, step.memory_bytes)
+        chosen = fit_to_memory(step, step.memory_bytes)
         size = chosen.micro_batch_size
         if chosen != step:
             host = f", offload to {in_bytes(chosen.on_host)} of the host's memory for each rank"

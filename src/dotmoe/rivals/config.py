@@ -6,13 +6,30 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from dotmoe.common.options import at_least
 
 BASELINES = (
-    *("random_split", "contiguous_split", "static_pruning", "weight_clusters"),
-    *("co_activation", "lte", "llama_moe_v2", "llama_moe_v2_residual", "cmoe"),
+    "random_split",
+    "contiguous_split",
+    "static_pruning",
+    "weight_clusters",
+    "co_activation",
+    "lte",
+    "llama_moe_v2",
+    "llama_moe_v2_residual",
+    "cmoe",
 )
 """Methods that split FFNs, in the order of tables; `dotmoe.rivals.baselines` implements them."""
 PRUNERS = (
-    *("magnitude_2_4", "wanda_2_4", "sparsegpt_2_4", "pruner_zero_2_4", "slicegpt", "llm_pruner"),
-    *("modegpt", "disp_llm", "k_obd", "llm_surgeon", "shortgpt", "sleb"),
+    "magnitude_2_4",
+    "wanda_2_4",
+    "sparsegpt_2_4",
+    "pruner_zero_2_4",
+    "slicegpt",
+    "llm_pruner",
+    "modegpt",
+    "disp_llm",
+    "k_obd",
+    "llm_surgeon",
+    "shortgpt",
+    "sleb",
 )
 """Methods that prune, in the order of tables; `dotmoe.rivals.pruning` implements them."""
 

@@ -11,7 +11,7 @@ from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import MODEL, describe_dense, trained_model
 from dotmoe.run.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.run.folder import RunFolder
-from dotmoe.text.tokenise import HELDOUT_FILES, Text
+from dotmoe.text.tokenise import HELDOUT_FILES, TokenisedText
 
 
 class FinishedRun:
@@ -50,9 +50,9 @@ class FinishedRun:
         return {"model": model, "experts": self.folder.fingerprint_of(self.made_by)}
 
     @cached_property
-    def text(self) -> Text:
+    def text(self) -> TokenisedText:
         """The run's text; checksums of its held-out text are verified, of its training text not."""
-        return Text.load(self.folder.verified("data", *HELDOUT_FILES))
+        return TokenisedText.load(self.folder.verified("data", *HELDOUT_FILES))
 
     def described(self) -> DenseModel:
         """Description of the dense checkpoint that has the experts' weights; see `origin`."""

@@ -254,7 +254,8 @@ class RunFolder:
         return False
 
     def _record(self, name: str, seconds: float) -> None:
-        folder, files = self.stage(name), [RESULTS] if name == "evaluate" else []
+        folder = self.stage(name)
+        files = [RESULTS] if name == "evaluate" else []
         if name not in ("export", "evaluate"):
             paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
             files = [path.as_posix() for path in paths if path.parts[0] != _CHECKPOINTS]

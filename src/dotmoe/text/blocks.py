@@ -1,4 +1,4 @@
-"""Documents -> tokens joined end to end -> `TokenBlocks`, from one source or a weighted mix.
+"""Token ids cut into blocks: `TokenBlocks`, their files, and what two texts share.
 
 Every batch of blocks is a pure function of step, batch size and seed.
 """
@@ -8,14 +8,12 @@ import json
 import os
 import shutil
 import time
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,21 +21,13 @@ from torch import Tensor
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import DamagedError, Values, read_json, save_tensors, write_json
-from dotmoe.common.progress import Update, no_update
-from dotmoe.text.config import DataConfig
-from dotmoe.text.files import Continued, cut
-from dotmoe.text.rows import Asking, Rendered
-from dotmoe.text.sources import local_files, opened, sources_of
 
 RUN_TOKENS = 64
 """Length, in tokens, of the runs of held-out text that no training block may contain."""
 
-Record = dict[str, Any]
-"""JSON record of a text, or of one of its sources."""
 
 _HEADER_BYTES, _BUFFER_BYTES = 512, 1 << 22
 _BLOCKS_AT_ONCE = 256
-_PIECES_AT_ONCE = 64  # tokenizers process a batch in parallel
 _BASE, _INVERSE = 0x9E3779B97F4A7C15 - (1 << 64), -0xE217C1E66C88CC3
 _KEEP_SECONDS = 10
 
@@ -280,178 +270,3 @@ def _permutation(num_blocks: int, seed: int, epoch: int) -> Tensor:
 
 
 # --- packing -----------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """Token ids of a document, or of a part of a long one, and the size of its text in bytes."""
-
-    ids: list[int]
-    is_start: bool
-    num_bytes: int
-
-
-def pack(
-    documents: Iterable[str], tokenizer: Any, max_tokens: int | None = None
-) -> tuple[Tensor, float]:
-    """Tokenise documents and join them: this packing is used for training and for perplexity.
-
-    BOS goes before each document; if the tokenizer has none, EOS goes after each; without either,
-    documents are joined as they are. No more text is read than `max_tokens` needs.
-
-    Returns:
-        Token ids, int32, and the tokens per byte of this text, which convert nats per token to bits
-        per byte. Raises `UserError` if the documents contain no text.
-    """
-    tokens, num_bytes = array("i"), 0
-    source = (source_record("", None), tokenised(documents, tokenizer))
-    for _, ids, size in joined([source], tokenizer):
-        tokens.extend(ids)
-        num_bytes += size
-        if max_tokens is not None and len(tokens) >= max_tokens:
-            break
-    if not tokens:
-        raise UserError("the data holds no text. Name sources with text in them.")
-    return torch.frombuffer(tokens, dtype=torch.int32)[:max_tokens], len(tokens) / num_bytes
-
-
-def pack_sources(
-    config: DataConfig,
-    tokenizer: Any,
-    path: Path,
-    max_tokens: int,
-    on_progress: Update = no_update,
-    *,
-    answered: bool = False,
-) -> Record:
-    """Tokenise, mix and join sources, and write blocks of `config.seq_len` tokens to a file.
-
-    Reads at most `max_tokens` tokens, in constant memory. A stopped process's tokens are kept, if
-    no file has changed: the text before them is read again, but not tokenised. Returns a record of
-    the text and of each source. Raises `UserError` if the text or `max_tokens` is shorter than one
-    block, or a source cannot be used. With `answered`, rows that ask are left out.
-    """
-    records = [source_record(source, weight) for source, weight in sources_of(config)]
-    files = [file for one in records for file in local_files(one["name"])]
-    changed = [(str(file), file.stat().st_mtime_ns) for file in files]
-    job = {"data": asdict(config), "max_tokens": max_tokens, "files": changed}
-    with block_writer(path, config.seq_len, job) as writer:
-        records = writer.state.get("sources", records)
-        last = records[writer.state["last"]] if writer.state else None
-        sources = []
-        for one in records:
-            read = _counted(opened(one["name"], config, tokenizer, answered=answered), one)
-            sources.append((one, tokenised(read, tokenizer, one["pieces"])))
-        for record, ids, _ in joined(sources, tokenizer, last):
-            excess = max(0, writer.num_tokens + len(ids) - max_tokens)
-            record["tokens"] -= excess
-            writer.append(ids[: len(ids) - excess])
-            on_progress(writer.num_tokens, max_tokens)
-            if writer.num_tokens == max_tokens:
-                break
-            is_last = [one is record for one in records]
-            writer.keep({"sources": records, "last": is_last.index(True)})
-        is_only_asking = answered and not writer.num_tokens
-        if writer.num_tokens < config.seq_len and not is_only_asking:
-            raise UserError(
-                f"{', '.join(config.data)} has {writer.num_tokens} tokens (read at most: "
-                f"{max_tokens}), too few for a block of {config.seq_len}. Give more text, ask for "
-                "more tokens, or, for training text, lower seq_len."
-            )
-    for record in records:
-        record["share"] = record["tokens"] / max(1, writer.num_tokens)
-    return {
-        "tokens": writer.num_tokens,
-        "asked": max_tokens,
-        "seq_len": config.seq_len,
-        "sources": records,
-        "separator": separator_of(tokenizer),
-    }
-
-
-def source_record(name: str, weight: float | None) -> Record:
-    """The record of a source before any of it is read."""
-    counts = {"share": 0.0, "tokens": 0, "documents": 0, "pieces": 0, "without_text": 0}
-    return {"name": name, "weight": weight, **counts, "ran_out": False}
-
-
-def _counted(documents: Iterable[str], record: Record) -> Iterator[str]:
-    """The documents; counts those without text, of all that are read, in the source's record."""
-    record["without_text"] = 0  # what a stopped process counted is read again
-    for document in documents:
-        if not document and type(document) is not Asking:
-            record["without_text"] += 1
-        yield document
-
-
-def joined(
-    sources: Sequence[tuple[Record, Iterator[Piece]]], tokenizer: Any, last: Record | None = None
-) -> Iterator[tuple[Record, list[int], int]]:
-    """Iterate over the pieces of several sources, mixed by weight or one source after the other.
-
-    With weights, the next piece comes from the source with the fewest tokens for its weight: after
-    T tokens a source of share w, longest document s and all sources' longest documents together S
-    has given between wT - wS and wT + s. If another source comes between the pieces of a long
-    document, its rest counts as a document. `last` is the record of the source read last.
-
-    Yields the record of the source (updated in place), token ids with their separators, and the
-    number of bytes of text.
-    """
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    start = [] if bos is None else [bos]
-    end = [] if bos is not None or eos is None else [eos]
-    waiting = [source for source in sources if not source[0]["ran_out"]]
-    while waiting:
-        source = min(waiting, key=lambda one: one[0]["tokens"] / (one[0]["weight"] or torch.inf))
-        record, pieces = source
-        piece = next(pieces, None)
-        if piece is None:
-            record["ran_out"] = True
-            waiting.remove(source)
-            continue
-        record["documents"] += piece.is_start
-        record["pieces"] += 1
-        ids = piece.ids
-        if piece.is_start or last is not record:
-            ids = [*(() if last is None else end), *start, *ids]
-        last = record
-        record["tokens"] += len(ids)
-        yield record, ids, piece.num_bytes
-    if last is not None:
-        last["tokens"] += len(end)
-        yield last, end, 0
-
-
-def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterator[Piece]:
-    """Tokenise documents piece by piece, but the first `skip` pieces; skip empty documents.
-
-    Text is text: the name of a control token, such as `</s>`, is tokenised like other words, except
-    in `Rendered` documents.
-    """
-    all_pieces = (
-        (piece, number == 0 and type(document) is not Continued, type(document) is Rendered)
-        for document in documents
-        for number, piece in enumerate(filter(None, cut(document)))
-    )
-    pieces = islice(all_pieces, skip, None)
-    while batch := list(islice(pieces, _PIECES_AT_ONCE)):
-        for is_rendered, group in groupby(batch, key=lambda one: one[2]):
-            texts, starts, _ = zip(*group, strict=True)
-            encoded = tokenizer(
-                list(texts),
-                add_special_tokens=False,
-                split_special_tokens=not is_rendered,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,  # a piece may be longer than the model's context
-            )["input_ids"]
-            for ids, piece, is_start in zip(encoded, texts, starts, strict=True):
-                yield Piece(ids, is_start, len(piece.encode()))
-
-
-def separator_of(tokenizer: Any) -> str:
-    """Description of what separates documents under this tokenizer."""
-    if tokenizer.bos_token_id is not None:
-        return f"{tokenizer.bos_token} before each"
-    if tokenizer.eos_token_id is not None:
-        return f"{tokenizer.eos_token} after each"
-    return "nothing between them"

@@ -5,7 +5,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ def cut(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         limit = start + PIECE_CHARACTERS
-        line = end = text.rfind("\n", start, limit) + 1
+        line = text.rfind("\n", start, limit) + 1
+        end = line
         while end > start and text[end].isspace():
             end = text.rfind("\n", start, end - 1) + 1
         # Before a visible character, else at any line end, else at a blank, else anywhere.
@@ -49,7 +50,7 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def whole(documents: Iterable[str]) -> Iterator[str]:
+def whole_documents(documents: Iterable[str]) -> Iterator[str]:
     """The documents, each in one string: parts are joined to what they go on from."""
     parts = list[str]()
     for document in documents:
@@ -222,9 +223,12 @@ class _JsonValues:
     def _read_on(self) -> bool:
         """Read at least as much text as is held, so that a long row is not decoded too often."""
         rest = self._text[self._at :]
-        read = list[str]()
-        while sum(map(len, read)) <= len(rest) and (part := next(self._parts, "")):
+        read, size = list[str](), 0
+        for part in takewhile(bool, self._parts):
             read.append(part)
+            size += len(part)
+            if size > len(rest):
+                break
         self._text, self._at = rest + "".join(read), 0
         return bool(read)
 
@@ -267,7 +271,8 @@ def _guessed(head: bytes) -> str:
     if 2 * (even + odd) > len(head):
         return "probably UTF-32"
     if max(even, odd) > 4 * min(even, odd) and max(even, odd) > len(head) / 64:
-        return f"probably UTF-16 ({'big' if even > odd else 'little'}-endian)"
+        end = "big" if even > odd else "little"
+        return f"probably UTF-16 ({end}-endian)"
     return "no text in UTF-8"
 
 

@@ -54,7 +54,9 @@ def text_of(config: DataConfig) -> DataConfig:
         for number, source in enumerate(config.data)
         if not means(source, SELF) and not means(source, PROMPTS)
     ]
-    weights = config.data_weights and tuple(config.data_weights[number] for number in kept)
+    weights = config.data_weights
+    if weights:
+        weights = tuple(weights[number] for number in kept)
     return replace(config, data=tuple(config.data[number] for number in kept), data_weights=weights)
 
 
@@ -241,7 +243,9 @@ def _stream(source: str, files: list[Path], split: str, buffer: int, seed: int) 
     # Importing datasets takes seconds, and local files do not need it.
     from datasets import load_dataset, load_from_disk
 
-    name, _, part = (source, "", "") if _is_there(source) else source.partition(":")
+    name, part = source, ""
+    if not _is_there(source):
+        name, _, part = source.partition(":")
     named = {split: [str(path) for path in files]} if files else None
     if is_saved(Path(name)):
         saved = load_from_disk(name)

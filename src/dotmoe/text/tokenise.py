@@ -10,15 +10,9 @@ from dotmoe.common.files import read_json, write_json
 from dotmoe.common.progress import Progress
 from dotmoe.models.family import DenseModel
 from dotmoe.text.answers import OwnAnswers, num_answer_tokens
-from dotmoe.text.blocks import (
-    Record,
-    TokenBlocks,
-    overlap,
-    pack_sources,
-    split_off_tail,
-    write_decontaminated,
-)
+from dotmoe.text.blocks import TokenBlocks, overlap, split_off_tail, write_decontaminated
 from dotmoe.text.config import DataConfig
+from dotmoe.text.packing import Record, pack_sources
 from dotmoe.text.sources import PROMPTS, SELF, documents, means, sources_of, text_of
 from dotmoe.text.whole_chats import whole_chats
 
@@ -27,7 +21,7 @@ OTHER = "other.safetensors"
 """File with blocks of a second text to evaluate on, in the stage's folder."""
 _READ_FOR_ONE = 8
 """Tokens read per token drawn from the text: the first documents alone may share one topic."""
-_TOLD = {"training": "training text", "heldout": "held-out text"}
+_TEXT_NAMES = {"training": "training text", "heldout": "held-out text"}
 NO_ANSWERS = OwnAnswers()
 """Of a run that asks nothing."""
 HELDOUT_FILES = (_HELDOUT, _RECORD)
@@ -35,7 +29,7 @@ HELDOUT_FILES = (_HELDOUT, _RECORD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
+class TokenisedText:
     """Training blocks, and held-out blocks that are never trained on."""
 
     training: TokenBlocks
@@ -60,7 +54,7 @@ class Text:
 def notes_on(record: Record) -> tuple[str, ...]:
     """Sentences on how the texts of a stage's record fall short of what was asked."""
     notes = list[str]()
-    for key, what in _TOLD.items():
+    for key, what in _TEXT_NAMES.items():
         if isinstance(packed := record.get(key), dict):
             notes += _shortfalls(packed, what)
     return tuple(notes)
@@ -110,9 +104,9 @@ def tokenise(
     eval_text: tuple[str, ...],
     eval_tokens: int,
     progress: Progress,
-    beside: Text | None = None,
+    beside: TokenisedText | None = None,
     own: OwnAnswers = NO_ANSWERS,
-) -> Text:
+) -> TokenisedText:
     """Write blocks of training and held-out text, and a record of both, into the stage's folder.
 
     `blocks` blocks of training text are read, or more if calibration and repair need `min_tokens`
@@ -125,9 +119,7 @@ def tokenise(
     there is too little text or disk space. A share of `eval_text` that is training text, also that
     of `beside`, is printed, recorded as `overlap`, and part of the name of the held-out text.
     """
-    if data.seq_len > dense.widths.context:
-        data = replace(data, seq_len=dense.widths.context)
-        progress.log(f"seq_len lowered to {data.seq_len}, the context of the model")
+    data = _in_context(data, dense, progress)
     tokens = tokens_to_read(blocks * data.seq_len, min_tokens)
     if not own.fitted:
         progress.log(f"training text: up to {tokens:,} tokens are read")
@@ -147,36 +139,53 @@ def tokenise(
         record["training"] = _fitted(data, own, dense, training, tokens + eval_tokens, progress)
         split_off_tail(training, heldout, eval_tokens)
     if beside is not None:
-        # The source may contain some of the held-out text, which is left out below.
-        avoided = TokenBlocks.load(heldout)
-        size = tokens + avoided.num_tokens
+        # The source may contain some of the held-out text, which is left out then.
+        size = tokens + TokenBlocks.load(heldout).num_tokens
         record["training"] = _fitted(data, own, dense, whole, size, progress)
-        record["left_out_blocks"] = left_out = write_decontaminated(
-            TokenBlocks.load(whole), avoided, training
-        )
-        whole.unlink()
-        if left_out:
-            progress.log(
-                f"{left_out} blocks of training text left out: they are part of the held-out text"
-            )
+        record["left_out_blocks"] = _decontaminated(whole, heldout, training, progress)
     elif eval_text:
         record["training"] = _fitted(data, own, dense, training, tokens, progress)
     if eval_text:
-        fitted = [TokenBlocks.load(training), *([beside.training] if beside else [])]
-        record["overlap"] = max(overlap(blocks, TokenBlocks.load(heldout)) for blocks in fitted)
+        record["overlap"] = _share_trained_on(training, heldout, beside)
         name = _with_overlap(name, record["overlap"], progress)
     for note in notes_on(record):
         progress.log(note)
     write_json(folder / _RECORD, {**record, "heldout_name": name})
-    return Text.load(folder)
+    return TokenisedText.load(folder)
+
+
+def _in_context(data: DataConfig, dense: DenseModel, progress: Progress) -> DataConfig:
+    """The config with blocks that are no longer than the context of the model."""
+    if data.seq_len <= dense.widths.context:
+        return data
+    progress.log(f"seq_len lowered to {dense.widths.context}, the context of the model")
+    return replace(data, seq_len=dense.widths.context)
+
+
+def _decontaminated(whole: Path, heldout: Path, training: Path, progress: Progress) -> int:
+    """Move blocks from `whole` to `training` but those of held-out text; return their number."""
+    left_out = write_decontaminated(TokenBlocks.load(whole), TokenBlocks.load(heldout), training)
+    whole.unlink()
+    if left_out:
+        progress.log(
+            f"{left_out} blocks of training text left out: they are part of the held-out text"
+        )
+    return left_out
+
+
+def _share_trained_on(training: Path, heldout: Path, beside: TokenisedText | None) -> float:
+    """Share of held-out text that is training text, also that of the run that is finetuned."""
+    share = overlap(TokenBlocks.load(training), TokenBlocks.load(heldout))
+    if beside is None:
+        return share
+    return max(share, overlap(beside.training, TokenBlocks.load(heldout)))
 
 
 def _with_overlap(name: tuple[str, ...], share: float, progress: Progress) -> tuple[str, ...]:
     """The name of held-out text, with the share of it that is training text, if any is."""
     if not share:
         return name
-    told = f"{share:.2%} of {', '.join(name)} is training text: results on it are no test"
-    progress.log(told)
+    progress.log(f"{share:.2%} of {', '.join(name)} is training text: results on it are no test")
     return (*name, f"{share:.2%} of it training text")
 
 

@@ -1,6 +1,7 @@
 """Blocks of whole chats: none is cut in two, and none is filled up with padding."""
 
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ def whole_chats(answers: Sequence[Answer], seq_len: int) -> tuple[Tensor, Tensor
     for number, block in enumerate(blocks):
         ids, is_answer = list[int](), list[bool]()
         after = blocks[(number + 1) % len(blocks)][0]
-        fillers = [after] * seq_len  # more than enough, should the next chat be short
-        for answer in [*block, *fillers]:
+        for answer in chain(block, repeat(after)):  # the next chat may be short
             ids += answer.ids
             is_answer += [place >= answer.answer_start for place in range(len(answer.ids))]
             if len(ids) >= seq_len:

@@ -120,7 +120,8 @@ class Checkpoints:
         All ranks must call it; their number may have changed. Returns 0 if there is no checkpoint.
         Raises a `UserError` if a file of it is missing or truncated, or it holds other tensors.
         """
-        if (newest := broadcast_from_rank_zero(self.newest)) is None:
+        newest = broadcast_from_rank_zero(self.newest)
+        if newest is None:
             return 0
         try:
             with torch.no_grad():
@@ -176,8 +177,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of a global name; raises `UnpicklingError` for one that is not known."""
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype):
+                return found
         if (module, name) in _PATHS:
             return Path
         if (module, name) in _KNOWN:

@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.common.distributed import full_tensor, memory_of, product_in_float32
-from dotmoe.models.family import PLAIN, DenseModel, Readout
+from dotmoe.models.family import DenseModel
+from dotmoe.models.traits import PLAIN, Readout
 
 IGNORED = -100
 """Label of a position that has no next token."""
@@ -110,8 +111,10 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # A tensor without dimensions would not widen 16 bits, in which 1/12 is off by 0.2 %.
         factor = grad_total.view(1)
-        grads = (None if g is None else (g * factor).to(g.dtype) for g in ctx.saved_tensors)
-        return *grads, *[None] * 5
+        of_student, of_head = (
+            None if grad is None else (grad * factor).to(grad.dtype) for grad in ctx.saved_tensors
+        )
+        return of_student, of_head, None, None, None, None, None
 
 
 def _chunk(

@@ -69,8 +69,8 @@ def shown_difference(result: Values, other: Values, form: str = "+.4f") -> tuple
     """
     if _is_tokenised_otherwise(result, other):
         change = result["bits_per_byte"] - other["bits_per_byte"]
-        said = "Two tokenizers read the text: they compare in bits per byte, without an error."
-        return f"{change:{form}} bits per byte", said
+        sentence = "Two tokenizers read the text: they compare in bits per byte, without an error."
+        return f"{change:{form}} bits per byte", sentence
     try:
         return nats_with_error(*difference(result, other), form), ""
     except IncomparableError as error:
@@ -89,10 +89,10 @@ def _both_have(name: str, result: Values, other: Values) -> bool:
     return result.get(name) is not None and other.get(name) is not None
 
 
-def _require_equal(said: str, ours: Any, theirs: Any) -> None:
+def _require_equal(what: str, ours: Any, theirs: Any) -> None:
     if ours != theirs:
         raise IncomparableError(
-            f"a loss {said.format(ours)} and one {said.format(theirs)} do not compare. {_REMEDY}"
+            f"a loss {what.format(ours)} and one {what.format(theirs)} do not compare. {_REMEDY}"
         )
 
 
@@ -108,6 +108,11 @@ def error_over(values: Sequence[float], weights: Sequence[float]) -> float | Non
     mean = sum(v * w for v, w in zip(values, weights, strict=True)) / total
     squares = sum((w * (v - mean)) ** 2 for v, w in zip(values, weights, strict=True))
     return math.sqrt(number / (number - 1) * squares) / total
+
+
+def error_of_mean(values: Sequence[float]) -> float | None:
+    """Standard error of the mean of values that all count alike; None for fewer than two."""
+    return error_over(values, [1 for _ in values])
 
 
 def scored_in(result: Values) -> list[int]:
@@ -137,9 +142,10 @@ def require_asked_alike(task: Values, other: Values) -> None:
     ours, theirs = (each.get("identity", {}) for each in (task, other))
     for name in _OF_A_TASK:
         if name in ours and name in theirs and ours[name] != theirs[name]:
-            values = f" ({ours[name]} and {theirs[name]})"
-            said = f"{name.replace('_', ' ')}{'' if name == 'data' else values}"
-            raise IncomparableError(f"asked with other {said}. {_REMEDY}")
+            setting = name.replace("_", " ")
+            if name != "data":
+                setting += f" ({ours[name]} and {theirs[name]})"
+            raise IncomparableError(f"asked with other {setting}. {_REMEDY}")
     cut, cut_too = (each.get("model", {}).get("context") for each in (task, other))
     if None not in (cut, cut_too) and cut != cut_too:
         raise IncomparableError(
@@ -157,12 +163,12 @@ def score_difference(score: Values, other: Values) -> tuple[float, float | None]
     ours, theirs = (each.get("per_question") or () for each in (score, other))
     if ours and len(ours) == len(theirs):
         gains = [a - b for a, b in zip(ours, theirs, strict=True)]
-        return change, error_over(gains, [1] * len(gains))
+        return change, error_of_mean(gains)
     errors = score["stderr"], other["stderr"]
     return change, None if None in errors else math.hypot(*errors)
 
 
-def kept(average: Values, other: Values) -> Values:
+def share_kept(average: Values, other: Values) -> Values:
     """Share that an average is of another one: `of_all`, and `above_guessing` by both.
 
     Each is a share and its standard error, as if the two averages were independent.

@@ -15,8 +15,9 @@ from dotmoe.common.tables import Table, figure, percent, table_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.measure.config import EvaluateConfig
-from dotmoe.measure.evaluate.difference import IncomparableError, error_over
+from dotmoe.measure.evaluate.difference import IncomparableError, error_of_mean
 from dotmoe.measure.evaluate.models import (
+    StockModel,
     dense_model_of,
     loaded,
     model_folder,
@@ -48,6 +49,39 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     of_dense = model_folder(against)
     require_unchanged_dense(folder, of_dense)
     dense, other = loaded(of_dense, config.load), loaded(folder, config.load)
+    tokens = _tokens_of_both(config, against, dense, other)
+    window = config.corpus.window_in(min(dense.context, other.context))
+    full = tokens[: tokens.numel() // window * window]
+    rows = full.view(-1, window) if len(full) else tokens[None]
+    ffns = _ffns(dense.model, other.model, record) if record else {}
+    sums = _Sums()
+    for layer, (ffn, block) in ffns.items():
+        ffn.register_forward_hook(partial(sums.compare_ffns, layer, block))
+    with progress.bar("evaluate", tokens=1) as update:
+        for batch in torch.split(rows, config.corpus.windows_at_once):
+            sums.compare_windows(dense.model, other.model, batch)
+            update(sums.tokens, rows.numel())
+    return {
+        "against": against,
+        FINGERPRINT: {"model": fingerprint(folder), "against": fingerprint(of_dense)},
+        "dtype": {"model": other.dtype, "against": dense.dtype},
+        "before_head": sums.closeness("before"),
+        "after_head": sums.closeness("after"),
+        "kl": sums.kl / sums.tokens,
+        "kl_stderr": error_of_mean(sums.window_kls),
+        "window_kls": sums.window_kls,
+        "top1_agreement": sums.same_top1 / sums.tokens,
+        "ffn": [{"layer": layer, **sums.closeness(layer)} for layer in ffns],
+        "tokens": sums.tokens,
+        "text": list(config.corpus.text),
+        "window": window,
+    }
+
+
+def _tokens_of_both(
+    config: EvaluateConfig, against: str, dense: StockModel, other: StockModel
+) -> Tensor:
+    """Token ids of `config.corpus.text`; an error unless both models read and predict the same."""
     for key in ("vocab_size", "hidden_size"):
         ours, theirs = (getattr(each.model.config, key) for each in (other, dense))
         if ours != theirs:
@@ -62,57 +96,48 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
             "predictions do not compare. Name the dense model that the other was made from with "
             "--against."
         )
-    window = config.corpus.window_in(min(dense.context, other.context))
-    full = tokens[: tokens.numel() // window * window]
-    rows = full.view(-1, window) if len(full) else tokens[None]
-    ffns = _ffns(dense.model, other.model, record) if record else {}
-    sums: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
-    kl, same, done, windows = 0.0, 0, 0, list[float]()
+    return tokens
 
-    def compare(layer: int, block: Any, _: nn.Module, inputs: Any, output: Tensor) -> None:
-        sums[layer] += _sums(block(inputs[0]).flatten(0, 1), output.flatten(0, 1))
 
-    for layer, (ffn, block) in ffns.items():
-        ffn.register_forward_hook(partial(compare, layer, block))
-    with progress.bar("evaluate", tokens=1) as update:
-        for batch in torch.split(rows, config.corpus.windows_at_once):
-            dense_TD = hidden_states(dense.model, batch).flatten(0, 1)
-            other_TD = hidden_states(other.model, batch).flatten(0, 1)
-            sums["before"] += _sums(other_TD, dense_TD)
-            logits = (
-                logits_in_parts(dense.model, dense_TD),
-                logits_in_parts(other.model, other_TD),
-            )
-            kls = list[Tensor]()
-            for (_, dense_TV), (_, other_TV) in zip(*logits, strict=True):
-                sums["after"] += _sums(other_TV, dense_TV)
-                same += int((other_TV.argmax(dim=1) == dense_TV.argmax(dim=1)).sum())
-                dense_log, other_log = dense_TV.log_softmax(dim=1), other_TV.log_softmax(dim=1)
-                kl_TV = F.kl_div(other_log, dense_log, log_target=True, reduction="none")
-                kls.append(kl_TV.sum(dim=1).double().cpu())
-                kl += float(kls[-1].sum())
-            windows += torch.cat(kls).view(batch.shape).mean(dim=1).tolist()
-            update(done := done + batch.numel(), rows.numel())
+class _Sums:
+    """Sums over tokens of how close a model is to the dense one."""
 
-    def closeness(place: str | int) -> dict[str, float]:
-        cosine, mse, mean_square = (sums[place] / done).tolist()
+    def __init__(self) -> None:
+        self.tokens, self.same_top1 = 0, 0
+        self.kl = 0.0
+        self.window_kls = list[float]()
+        """Mean KL divergence of each window."""
+        self._at: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+        """The `_sums` before and after the head, and of the FFN of each layer."""
+
+    def compare_ffns(
+        self, layer: int, block: Any, _: nn.Module, inputs: Any, output: Tensor
+    ) -> None:
+        """Hook of a dense FFN: run the other model's block on the same input."""
+        self._at[layer] += _sums(block(inputs[0]).flatten(0, 1), output.flatten(0, 1))
+
+    def compare_windows(self, dense: nn.Module, other: nn.Module, batch: Tensor) -> None:
+        """Run both models on windows, [B, T], and add what they predict."""
+        dense_TD = hidden_states(dense, batch).flatten(0, 1)
+        other_TD = hidden_states(other, batch).flatten(0, 1)
+        self._at["before"] += _sums(other_TD, dense_TD)
+        logits = logits_in_parts(dense, dense_TD), logits_in_parts(other, other_TD)
+        kls = list[Tensor]()
+        for (_, dense_TV), (_, other_TV) in zip(*logits, strict=True):
+            self._at["after"] += _sums(other_TV, dense_TV)
+            is_same_T = other_TV.argmax(dim=1) == dense_TV.argmax(dim=1)
+            self.same_top1 += int(is_same_T.sum())
+            dense_log, other_log = dense_TV.log_softmax(dim=1), other_TV.log_softmax(dim=1)
+            kl_TV = F.kl_div(other_log, dense_log, log_target=True, reduction="none")
+            kls.append(kl_TV.sum(dim=1).double().cpu())
+            self.kl += float(kls[-1].sum())
+        self.window_kls += torch.cat(kls).view(batch.shape).mean(dim=1).tolist()
+        self.tokens += batch.numel()
+
+    def closeness(self, place: str | int) -> dict[str, float]:
+        """Means over the tokens at one place."""
+        cosine, mse, mean_square = (self._at[place] / self.tokens).tolist()
         return {"cosine": cosine, "mse": mse, "relative_mse": mse / mean_square}
-
-    return {
-        "against": against,
-        FINGERPRINT: {"model": fingerprint(folder), "against": fingerprint(of_dense)},
-        "dtype": {"model": other.dtype, "against": dense.dtype},
-        "before_head": closeness("before"),
-        "after_head": closeness("after"),
-        "kl": kl / done,
-        "kl_stderr": error_over(windows, [1] * len(windows)),
-        "window_kls": windows,
-        "top1_agreement": same / done,
-        "ffn": [{"layer": layer, **closeness(layer)} for layer in ffns],
-        "tokens": done,
-        "text": list(config.corpus.text),
-        "window": window,
-    }
 
 
 def _ffns(dense: Any, other: Any, record: ExportRecord) -> dict[int, tuple[nn.Module, Any]]:

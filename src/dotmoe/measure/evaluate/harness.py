@@ -73,16 +73,7 @@ def loaded_tasks(
     stock = Path(lm_eval.tasks.__file__).parent
     with TemporaryDirectory() as folder:
         for name, (definition, files) in local.items():
-            changed: Values = {
-                "include": f"{stock / definition}.yaml",
-                "task": name,
-                "tag": [],
-                "dataset_path": "json",
-                "dataset_name": None,
-                "dataset_kwargs": {"data_files": {s: str(path) for s, path in files.items()}},
-                **{key: split if split in files else None for split, key in SPLITS.items()},
-                **({} if "train" in files else {"fewshot_split": None}),
-            }
+            changed = _definition(name, f"{stock / definition}.yaml", files)
             write_json(Path(folder) / f"{name}.yaml", changed)  # JSON is YAML
         # Reading all of the harness's own tasks takes a quarter of a minute.
         manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=not local)
@@ -111,6 +102,23 @@ def loaded_tasks(
             _require_limits(name, tasks)
             loaded[name] = [groups[name]] if name in groups else list(tasks)
         return loaded
+
+
+def _definition(name: str, stock: str, files: Mapping[str, Path]) -> Values:
+    """A task's definition: that of the file `stock`, with a file of rows for each split."""
+    changed: Values = {
+        "include": stock,
+        "task": name,
+        "tag": [],
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(path) for split, path in files.items()}},
+    }
+    for split, key in SPLITS.items():
+        changed[key] = split if split in files else None
+    if "train" not in files:
+        changed["fewshot_split"] = None
+    return changed
 
 
 def _require_limits(name: str, tasks: Iterable[Any]) -> None:
@@ -195,17 +203,10 @@ def run_tasks(
         )
     except AssertionError as error:  # the longest answer leaves no room for a question
         raise UserError(f"{one_line(error)} Choose another task, or a longer context.") from error
-    requests = [
-        _request(pair[0], pair[1], model)
-        for rows in output["samples"].values()
-        for sample in rows
-        if sample["filter"] == rows[0]["filter"]  # there is a sample for each filter of answers
-        for pair in sample["arguments"]
-        if len(pair) == 2
-    ]
+    requests = _requests(output["samples"].values(), model)
     # A token has at least one byte, except BOS and a leading blank.
     long = [(text, room) for text, room in requests if len(text.encode()) + 2 > room]
-    truncated = sum(len(model.tok_encode(text)) > room for text, room in long)
+    truncated = len([text for text, room in long if len(model.tok_encode(text)) > room])
     notes = [] if limit is None else [f"only the first {limit} questions of each task are scored"]
     if as_chat:
         chat = "asked through the model's chat template, solved examples as turns of it"
@@ -220,6 +221,17 @@ def run_tasks(
         "versions": dict(output["versions"]),
         "notes": notes,
     }
+
+
+def _requests(samples: Iterable[list[Values]], model: Any) -> list[tuple[str, int]]:
+    """Text and room, see `_request`, of all requests whose samples these are, by task."""
+    requests = list[tuple[str, int]]()
+    for rows in samples:
+        # There is a sample for each filter of answers, with the same requests.
+        for sample in [row for row in rows if row["filter"] == rows[0]["filter"]]:
+            pairs = [pair for pair in sample["arguments"] if len(pair) == 2]
+            requests += [_request(text, other, model) for text, other in pairs]
+    return requests
 
 
 def _request(context: str, answer: str | Values, model: Any) -> tuple[str, int]:

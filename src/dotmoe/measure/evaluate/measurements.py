@@ -9,7 +9,7 @@ from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table
 from dotmoe.measure.config import EvaluateConfig
-from dotmoe.measure.evaluate import fidelity, generation, perplexity, tasks
+from dotmoe.measure.evaluate import fidelity, generation, perplexity, task_tables, tasks
 from dotmoe.measure.evaluate.models import sides_of
 from dotmoe.run.folder import provenance
 
@@ -20,7 +20,7 @@ MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
         perplexity.measure_perplexity,
         lambda result: [perplexity.perplexity_table({s["name"]: s for s in sides_of(result)})],
     ),
-    "tasks": (tasks.measure_tasks, tasks.shown_tasks),
+    "tasks": (tasks.measure_tasks, task_tables.shown_tasks),
     "fidelity": (fidelity.measure_fidelity, lambda result: [fidelity.fidelity_table(result)]),
     "generation": (generation.measure_generation, generation.shown_texts),
     "curve": (perplexity.measure_curve, lambda result: [perplexity.curve_table(result)]),

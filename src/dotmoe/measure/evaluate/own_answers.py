@@ -15,10 +15,11 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.common.tables import Table, percent, table_of
 from dotmoe.measure.evaluate.difference import error_over, nats_with_error
 from dotmoe.models.chat import end_tokens
-from dotmoe.models.family import DenseModel, Readout, readout_of
+from dotmoe.models.family import DenseModel, readout_of
 from dotmoe.models.load import load_weights
 from dotmoe.models.sampling import continuations
 from dotmoe.models.scoring import hidden_states, logits_in_parts
+from dotmoe.models.traits import Readout
 from dotmoe.text.answers import ALIKE, ANSWERS, OTHERS, Answer, OwnAnswers
 from dotmoe.training.losses import head_of
 

@@ -39,18 +39,19 @@ from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import load_weights
 from dotmoe.models.source import checkpoint_folder
 from dotmoe.models.tokenizer import load_tokenizer
-from dotmoe.text.blocks import TokenBlocks, pack, separator_of
+from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import DataConfig
-from dotmoe.text.files import whole
+from dotmoe.text.files import whole_documents
+from dotmoe.text.packing import pack, separator_of
 from dotmoe.text.sources import documents
 
 FEW_WINDOWS = 16
-"""Fewer windows than this give a rough standard error, which is said."""
+"""Fewer windows than this give a rough standard error, and a result says so."""
 Heldout = Mapping[tuple[str, ...], TokenBlocks]
 """Blocks of held-out text, by the names of the text."""
 
 
-class Text(NamedTuple):
+class ScoredText(NamedTuple):
     """Tokens to score, and how they were made."""
 
     tokens: Tensor
@@ -66,7 +67,11 @@ class Text(NamedTuple):
 
 
 def perplexity(
-    nats: TokenNats, text: Text, window: int, batch_size: int = 8, on_progress: Update = no_update
+    nats: TokenNats,
+    text: ScoredText,
+    window: int,
+    batch_size: int = 8,
+    on_progress: Update = no_update,
 ) -> Values:
     """Perplexity per token over non-overlapping windows of the text, 2 tokens to the context.
 
@@ -82,31 +87,28 @@ def perplexity(
     Raises:
         UserError: There is nothing to score, or the loss is over 100 or not finite.
     """
-    full, rest = divmod(text.tokens.numel(), window)
-    whole = text.tokens[: full * window].view(full, window)
-    batches = list(torch.split(whole, batch_size)) if full else []
-    if rest >= 2 and not text.only_full_windows:
-        batches.append(text.tokens[-rest:][None])
-    if not batches:
-        raise UserError(
-            f"{text.tokens.numel()} tokens of text fill no window of {window}. Give more text, or "
-            "lower --window."
-        )
-    total, scored, done, num_tokens = 0.0, 0, 0, sum(batch.numel() for batch in batches)
+    batches = _batches_of(text, window, batch_size)
+    num_tokens = sum(batch.numel() for batch in batches)
+    total, scored, done = 0.0, 0, 0
     windows = list[float]()
     for batch in batches:
         nats_BT = nats(batch)
         windows += [round(each, 6) for each in nats_BT.mean(dim=1).tolist()]
         total += float(nats_BT.sum())
         scored += nats_BT.numel()
-        on_progress(done := done + batch.numel(), num_tokens)
+        done += batch.numel()
+        on_progress(done, num_tokens)
     loss = total / scored
     if not math.isfinite(loss) or loss > 100:
         raise UserError(
             f"the loss is {loss} nats per token, so the model is broken or its dtype overflows. "
             "Load it as float32 to find out which."
         )
-    few = f", fewer than {FEW_WINDOWS}: a rough one" if len(windows) < FEW_WINDOWS else ""
+    error = f"standard error over {len(windows)} windows"
+    if len(windows) == 1:
+        error = "standard error over 1 window"
+    if len(windows) < FEW_WINDOWS:
+        error += f", fewer than {FEW_WINDOWS}: a rough one"
     result = {
         "origin": "measured",
         "loss": loss,
@@ -121,15 +123,30 @@ def perplexity(
         "ids_sha256": _sha256_of(batches),
         "protocol": f"{text.joined} and cut into non-overlapping windows of {window} tokens; the "
         f"first token of each window is not scored; {scored:,} tokens scored; mean taken over "
-        f"tokens, standard error over {len(windows)} window{'s' * (len(windows) > 1)}{few}.",
+        f"tokens, {error}.",
     }
     return result | {"stderr": error_over(windows, scored_in(result))}
 
 
-def packed_text(config: TextConfig, tokenizer: Any) -> Text:
+def _batches_of(text: ScoredText, window: int, batch_size: int) -> list[Tensor]:
+    """The windows of a text, [B, T] each time; the last, shorter one alone."""
+    full, rest = divmod(text.tokens.numel(), window)
+    whole = text.tokens[: full * window].view(full, window)
+    batches = list(torch.split(whole, batch_size)) if full else []
+    if rest >= 2 and not text.only_full_windows:
+        batches.append(text.tokens[-rest:][None])
+    if not batches:
+        raise UserError(
+            f"{text.tokens.numel()} tokens of text fill no window of {window}. Give more text, or "
+            "lower --window."
+        )
+    return batches
+
+
+def packed_text(config: TextConfig, tokenizer: Any) -> ScoredText:
     r"""Tokens of `config.text`, joined as `config.protocol` specifies.
 
-    packed: see `dotmoe.text.blocks.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the
+    packed: see `dotmoe.text.packing.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the
     tokenizer's own special tokens. Lines keep their line ends, and blank lines become empty:
     this restores the rows of the data set `wikitext-2-raw-v1` from its file. Each document begins a
     line, as rows do.
@@ -141,8 +158,8 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
         tokens, tokens_per_byte = pack(read, tokenizer, config.max_tokens)
         is_whole = config.max_tokens is None or len(tokens) < config.max_tokens
         sha256 = digest.hexdigest() if is_whole else None
-        return Text(tokens, tokens_per_byte, config.text, joined, text_sha256=sha256)
-    texts = list(_hashed(whole(documents(data)), digest))
+        return ScoredText(tokens, tokens_per_byte, config.text, joined, text_sha256=sha256)
+    texts = list(_hashed(whole_documents(documents(data)), digest))
     lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
     ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())
@@ -152,7 +169,7 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
     tokens = torch.tensor(ids[: config.max_tokens], dtype=torch.int32)
     sha256 = digest.hexdigest() if len(tokens) == len(ids) else None
     tokens_per_byte = len(ids) / num_bytes
-    return Text(tokens, tokens_per_byte, config.text, joined, True, sha256)
+    return ScoredText(tokens, tokens_per_byte, config.text, joined, True, sha256)
 
 
 def _hashed(documents: Iterable[str], digest: Any) -> Iterator[str]:
@@ -188,7 +205,7 @@ def heldout_perplexity(
     for names, blocks in texts.items():
         tokens = blocks.tokens_BT.flatten()
         num_bytes = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
-        text = Text(tokens, tokens.numel() / max(1, num_bytes), names, joined)
+        text = ScoredText(tokens, tokens.numel() / max(1, num_bytes), names, joined)
         results.append(perplexity(stock_nats(model), text, blocks.seq_len, on_progress=on_progress))
     return results[0] | ({"other": results[1]} if len(results) > 1 else {})
 
@@ -219,7 +236,8 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
 
         require_checksums(file.parent)
         name = config.tokenizer or dense_model_of(file.parent, "--tokenizer")
-        with loading(folder := checkpoint_folder(name)):
+        folder = checkpoint_folder(name)
+        with loading(folder):
             tokenizer = load_tokenizer(folder)
         window = corpus.window_in(context)
         text = packed_text(corpus, tokenizer)
@@ -301,7 +319,8 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
 
     The note says which are not comparable, and why.
     """
-    first, *others = rows = [result | {"model": name} for name, result in models.items()]
+    rows = [result | {"model": name} for name, result in models.items()]
+    first, *others = rows
     unit, than_first = first["unit"], f"above {Path(first['model']).name}"
     above = {row["model"]: shown_difference(row, first) for row in rows}
     notes = dict.fromkeys([_protocol(first), *(note for _, note in above.values())])
@@ -318,7 +337,7 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
         rows,
         columns,
         title=f"Perplexity per {unit}, windows of {first['window']:,}, {first['tokens']:,} tokens",
-        note=" ".join(said for said in notes if said),
+        note=" ".join(sentence for sentence in notes if sentence),
     )
 
 
@@ -326,6 +345,11 @@ def curve_table(curve: Values) -> Table:
     """Table of an export's perplexity at several k."""
     marks = {curve["active_experts"]: " (now)"}
     marks[curve["num_experts"]] = f" ({curve['all_experts']['model']})"
+
+    def above_all_experts(point: Values) -> str:
+        stderr = point.get("loss_above_all_experts_stderr")
+        return nats_with_error(point["loss_above_all_experts"], stderr, "+.4f")
+
     return table_of(
         curve["points"],
         {
@@ -334,9 +358,7 @@ def curve_table(curve: Values) -> Table:
             "active parameters": lambda point: f"{point['active_parameters']:,}",
             "of all": lambda point: percent(point["active_parameters"] / curve["dense_parameters"]),
             "perplexity": lambda point: f"{point['perplexity']:.3f}",
-            f"nats above k = {curve['num_experts']}": lambda point: nats_with_error(
-                point["loss_above_all_experts"], point.get("loss_above_all_experts_stderr"), "+.4f"
-            ),
+            f"nats above k = {curve['num_experts']}": above_all_experts,
         },
         title=f"Perplexity per {curve['unit']} at several k",
         note=_protocol(curve),

@@ -53,7 +53,7 @@ class CodeEval:
         """pass@k: mean chance that one of k answers passes the test, drawn from those given."""
         missed = dict.fromkeys(k, 0.0)
         for test, answers in zip(references, predictions, strict=True):
-            wrong = sum(not passes(f"{answer}\n{test}") for answer in answers)
+            wrong = len([answer for answer in answers if not passes(f"{answer}\n{test}")])
             for each in k:
                 missed[each] += math.comb(wrong, each) / math.comb(len(answers), each)
         return {f"pass@{each}": 1 - missed[each] / len(references) for each in k}, None

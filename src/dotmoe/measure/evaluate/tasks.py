@@ -2,7 +2,7 @@
 
 import math
 import os.path
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -15,20 +15,15 @@ from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.files import Values, alone_in, read_json, sha256_of, write_json
 from dotmoe.common.progress import Progress
-from dotmoe.common.tables import Table, figure, table_of
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate import harness
 from dotmoe.measure.evaluate.difference import (
-    IncomparableError,
-    kept,
-    require_asked_alike,
-    score_difference,
+    share_kept,
 )
 from dotmoe.measure.evaluate.models import (
     context_of,
     model_folder,
     require_unchanged_dense,
-    sides_of,
 )
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import resolved_dtype
@@ -37,7 +32,7 @@ from dotmoe.run.folder import STAGES, provenance
 SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
 
 
-class Task(NamedTuple):
+class BenchmarkTask(NamedTuple):
     """A task of the paper's tables, or one that can be read from a folder."""
 
     metric: str
@@ -52,18 +47,20 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "boolq": Task("acc", 32, "super_glue/boolq/default", "boolq/validation"),
-    "sciq": Task("acc", 0, "sciq/sciq", "sciq/test"),
-    "piqa": Task("acc", 0, "piqa/piqa", "piqa/validation"),
-    "winogrande": Task("acc", 5, "winogrande/default", "winogrande_xl/validation"),
-    "arc_challenge": Task("acc_norm", 25, "arc/arc_challenge", "ai2_arc/ARC-Challenge/test"),
-    "hellaswag": Task("acc_norm", 10, "hellaswag/hellaswag", "hellaswag/validation"),
+    "boolq": BenchmarkTask("acc", 32, "super_glue/boolq/default", "boolq/validation"),
+    "sciq": BenchmarkTask("acc", 0, "sciq/sciq", "sciq/test"),
+    "piqa": BenchmarkTask("acc", 0, "piqa/piqa", "piqa/validation"),
+    "winogrande": BenchmarkTask("acc", 5, "winogrande/default", "winogrande_xl/validation"),
+    "arc_challenge": BenchmarkTask(
+        "acc_norm", 25, "arc/arc_challenge", "ai2_arc/ARC-Challenge/test"
+    ),
+    "hellaswag": BenchmarkTask("acc_norm", 10, "hellaswag/hellaswag", "hellaswag/validation"),
     # The paper does not state the shots of ARC-E.
-    "arc_easy": Task("acc_norm", 0, "arc/arc_easy", "ai2_arc/ARC-Easy/test"),
-    "wikitext": Task("", None, "wikitext/wikitext", "wikitext/test"),
-    "gsm8k": Task("exact_match,flexible-extract", 5, "gsm8k/gsm8k", "gsm8k/test"),
+    "arc_easy": BenchmarkTask("acc_norm", 0, "arc/arc_easy", "ai2_arc/ARC-Easy/test"),
+    "wikitext": BenchmarkTask("", None, "wikitext/wikitext", "wikitext/test"),
+    "gsm8k": BenchmarkTask("exact_match,flexible-extract", 5, "gsm8k/gsm8k", "gsm8k/test"),
 } | {
-    name: Task("pass@1,create_test", 0, f"humaneval/{name}", "humaneval/test")
+    name: BenchmarkTask("pass@1,create_test", 0, f"humaneval/{name}", "humaneval/test")
     for name in ("humaneval", "humaneval_instruct")
 }
 STAND_INS = {
@@ -147,7 +144,9 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
         result = {label: measured(label, folder) for label, folder in folders.items()}
     averages, others = (result.get(side, {}).get("averages", {}) for side in ("model", "against"))
     shared = averages.keys() & others.keys()
-    return result | {"kept": {label: kept(averages[label], others[label]) for label in shared}}
+    return result | {
+        "kept": {label: share_kept(averages[label], others[label]) for label in shared}
+    }
 
 
 def _asked(
@@ -306,97 +305,7 @@ def main_scores(tasks: Mapping[str, Values]) -> dict[str, Values]:
     return {score["task"]: score for score in scores if score["is_main"]}
 
 
-def shown_tasks(result: Values) -> list[Table | str]:
-    """Table of the main scores of each model; lines with their average and notes on the tasks.
-
-    Scores that were not asked for with the same settings have no difference; a line says why.
-    """
-    sides, lines, notes = sides_of(result), list[str](), dict[str, dict[str, None]]()
-    scores = [main_scores(side["tasks"]) for side in sides]
-    for side in sides:
-        for label, average in side["averages"].items():
-            if label != "tasks" or len(side["averages"]) == 1:
-                of = ", ".join(f"{name} {100 * value:.1f}" for name, value in average["of"].items())
-                lines.append(f"{side['name']}: {with_error(average)}, average of {label} ({of})")
-        for name, task in side["tasks"].items():
-            for note in task["notes"]:
-                notes.setdefault(note, {})[name] = None
-    for label, shares in result.get("kept", {}).items():
-        said = [f"{_percent(each)} {name.replace('_', ' ')}" for name, each in shares.items()]
-        lines.append(f"{sides[1]['name']} keeps of the average of {label}: {', '.join(said)}")
-    others = scores[0]
-    unlike = dict[str, str]()
-    if len(sides) > 1:
-        unlike = _asked_unlike(sides[1]["tasks"], sides[0]["tasks"])
-    for name, why in unlike.items():
-        notes.setdefault(f"no difference: {why.rstrip('.')}", {})[name] = None
-    columns: dict[str, Callable[[Values], str | None]] = {
-        "task": lambda score: score["task"],
-        "metric": lambda score: score["metric"],
-        "shots": lambda score: str(score["shots"]),
-        "questions": lambda score: f"{score['questions']:,}",
-        "guessing": lambda score: figure(score["chance"] and 100 * score["chance"], ".0f"),
-    }
-    columns[sides[0]["name"]] = lambda score: with_error(others.get(score["task"]))
-    if len(sides) > 1:
-        columns[sides[1]["name"]] = with_error
-        columns["difference"] = lambda score: (
-            None if score["task"] in unlike else shown_change(score, others.get(score["task"]))
-        )
-    table = table_of(
-        scores[-1].values(),
-        columns,
-        title="Benchmark tasks, per cent ± one standard error",
-        note="guessing: evenly, or always the most frequent answer. *: the difference exceeds two "
-        "standard errors.",
-        words=2,
-    )
-    return [table, *lines, *(f"{', '.join(names)}: {note}." for note, names in notes.items())]
-
-
-def _asked_unlike(tasks: Mapping[str, Values], others: Mapping[str, Values]) -> dict[str, str]:
-    """Why scores do not compare, for each task of two models that was not asked alike."""
-    unlike = dict[str, str]()
-    for name in tasks.keys() & others.keys():
-        try:
-            require_asked_alike(tasks[name], others[name])
-        except IncomparableError as error:
-            unlike[name] = str(error)
-    return unlike
-
-
 def is_share(score: Values) -> bool:
     """Whether a score is a share of right answers, 0 to 1."""
     name, _, _ = score["metric"].partition(",")  # a filter's name may follow
     return name in ("acc", "acc_norm", "exact_match") or name.startswith("pass@")
-
-
-def differ(score: Values, other: Values) -> bool:
-    """Whether two scores differ by more than two standard errors of their difference."""
-    _, stderr = score_difference(score, other)
-    return stderr is not None and abs(score["value"] - other["value"]) > 2 * stderr
-
-
-def shown_change(score: Values, other: Values | None) -> str | None:
-    """How far a score is above another, with its error; `*` if by more than two of them."""
-    if other is None:
-        return None
-    factor, (change, stderr) = 100 if is_share(score) else 1, score_difference(score, other)
-    error = "" if stderr is None else f" ± {factor * stderr:.2g}"
-    return f"{factor * change:+.3g}{error}" + " *" * differ(score, other)
-
-
-def _percent(share: tuple[float, float | None] | None) -> str:
-    if share is None:
-        return "an unknown share"
-    error = "" if share[1] is None else f" ± {100 * share[1]:.1f}"
-    return f"{100 * share[0]:.1f}{error} %"
-
-
-def with_error(score: Values | None) -> str | None:
-    """A score and its standard error, if that is known; shares of right answers in per cent."""
-    if score is None:
-        return None
-    factor, form = (100, ".1f") if is_share(score) else (1, ".3f")
-    error = "" if score["stderr"] is None else f" ± {factor * score['stderr']:{form}}"
-    return f"{factor * score['value']:{form}}{error}"

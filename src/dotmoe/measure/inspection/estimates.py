@@ -23,7 +23,7 @@ from dotmoe.measure.inspection.planner import (
     Accelerator,
     dtype_name,
     measured_here,
-    plan,
+    plan_step,
 )
 from dotmoe.measure.inspection.sizes import Sizes, exported_bytes
 from dotmoe.measure.inspection.stages import SPLIT_LEFT_OUT, UNMEASURED, Stages
@@ -34,7 +34,7 @@ from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig
-from dotmoe.run.settled import settled, splits_for
+from dotmoe.run.defaults import splits_for, with_defaults
 
 AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
@@ -53,11 +53,9 @@ def inspect_model(
     device = resolved_device(options.load.device)
     options, dense, sizes, form = _sized(config, options, stored)
     is_asked = options.finetune_recipe or options.finetune_steps or options.train
-    machines = [] if options.gpu else [here or _measured(device, options, stored)]
-    own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
-    for name in [options.gpu] if options.gpu else ACCELERATORS:
-        for gpus in [options.gpus] if options.gpus else (1, 8):
-            machines.append(replace(ACCELERATORS[name].computing_in(own), gpus=gpus))
+    machines = _quoted_machines(options, stored)
+    if not options.gpu:
+        machines.insert(0, here or _measured(device, options, stored))
     chosen = list[str]()
     if options.time:
         options, why = chosen_in_time(options, machines[0])
@@ -67,24 +65,21 @@ def inspect_model(
     if stages.compares_layers:
         most = sizes.widths.layers // LAYERS_PER_DENSE
         chosen.append(f"up to {most} leading layers stay dense, which it measures on the text")
-    plans, conversions, choices = (list[dict[str, Any]]() for _ in range(3))
+    plans, conversions = list[dict[str, Any]](), list[dict[str, Any]]()
+    choices = list[dict[str, Any]]()
     for machine in machines:
         made = {
-            task: {"task": task, **plan(step, machine, tokens=tokens)}
+            task: {"task": task, **plan_step(step, machine, tokens=tokens)}
             for task, (step, tokens) in trainings.items()
         }
         plans += made.values()
         align = made.get("align")
         conversions.append(stages.on(machine, align))
         if not choices and options.repair:  # on the first machine
-            for name, choice in stages.repaired():
-                hours = choice.on(machine, align)["hours"]
-                choices.append({"command": f"convert MODEL OUT {name}", "hours": hours})
-            if tuned := made.get("finetune"):
-                given: dict[str, Any] = {"recipe": options.finetune_recipe, "train": options.train}
-                given |= {"steps": options.finetune_steps}
-                words = ["finetune OUT OUT2", *(f"--{n} {x}" for n, x in given.items() if x)]
-                choices.append({"command": " ".join(words), "hours": tuned["hours"]})
+            choices = _repair_choices(stages, machine, align)
+            if "finetune" in made:
+                hours = made["finetune"]["hours"]
+                choices.append({"command": _finetune_command(options), "hours": hours})
     written = {row["stage"]: row["disk"] for row in conversions[0]["stages"] if row["disk"]}
     there = {"dense checkpoint (unless it is there)": stored.itemsize * sizes.counts.dense_total}
     items = {"disk": there | written, "exported": exported_bytes(sizes)}
@@ -111,14 +106,57 @@ def inspect_model(
         "choices": choices,
         "plans": plans,
         "chosen": chosen,
-        "unmeasured": [*UNMEASURED]
-        if options.method == "dot_moe"
-        else [*UNMEASURED, SPLIT_LEFT_OUT],
+        "unmeasured": _unmeasured(options),
         "warnings": _warnings(dense, sizes, options, form),
-        "limits": []
-        if isinstance(form, str) or "vLLM" not in form.servers
-        else limits_met(form.config(dense, sizes.split, dtype_name(sizes.written))),
+        "limits": _limits(dense, sizes, form),
     }
+
+
+def _quoted_machines(options: InspectConfig, stored: torch.dtype) -> list[Accelerator]:
+    """The GPUs to plan for, of the type and number that are asked for, or all known ones."""
+    own = dtype_name(stored) if options.load.dtype == "auto" else options.load.dtype
+    names = [options.gpu] if options.gpu else list(ACCELERATORS)
+    counts = [options.gpus] if options.gpus else [1, 8]
+    return [
+        replace(ACCELERATORS[name].computing_in(own), gpus=gpus)
+        for name in names
+        for gpus in counts
+    ]
+
+
+def _repair_choices(
+    stages: Stages, machine: Accelerator, align: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Command and hours of a conversion with each repair to choose from."""
+    return [
+        {"command": f"convert MODEL OUT {name}", "hours": choice.on(machine, align)["hours"]}
+        for name, choice in stages.repaired()
+    ]
+
+
+def _finetune_command(options: InspectConfig) -> str:
+    """The finetuning that is planned, with the options that are given for it."""
+    given = {
+        "recipe": options.finetune_recipe,
+        "train": options.train,
+        "steps": options.finetune_steps,
+    }
+    words = [f"--{name} {value}" for name, value in given.items() if value]
+    return " ".join(["finetune OUT OUT2", *words])
+
+
+def _unmeasured(options: InspectConfig) -> list[str]:
+    """What the estimates do not rest on measurements of."""
+    if options.method == "dot_moe":
+        return [*UNMEASURED]
+    return [*UNMEASURED, SPLIT_LEFT_OUT]
+
+
+def _limits(dense: DenseModel, sizes: Sizes, form: TransformersFormat | str) -> list[str]:
+    """What servers of the exported format cannot do."""
+    if isinstance(form, str) or "vLLM" not in form.servers:
+        return []
+    return limits_met(form.config(dense, sizes.split, dtype_name(sizes.written)))
 
 
 def chosen_in_time(
@@ -140,18 +178,18 @@ def chosen_in_time(
     stored, device = stored_dtype(model, folder), resolved_device(config.load.device)
     meant, _, sizes, _ = _sized(model, config, stored)
     here = here or replace(_measured(device, config, stored), gpus=num_ranks())
-    stages, said = Stages(sizes, meant), list[str]()
+    stages, estimates = Stages(sizes, meant), list[str]()
     training = stages.trainings().get("align")
-    align = None if training is None else plan(training[0], here, tokens=training[1])
+    align = None if training is None else plan_step(training[0], here, tokens=training[1])
     for name, choice in stages.repaired():
         hours = choice.on(here, align)["hours"] or math.inf
-        said.append(f"{name or 'the default repair'} about {in_time(hours)}")
+        estimates.append(f"{name or 'the default repair'} about {in_time(hours)}")
         if hours <= float(match[1]) * _HOURS[match[2]]:
-            text = f"time {config.time}: takes {', not '.join(reversed(said))}, by estimate"
+            text = f"time {config.time}: takes {', not '.join(reversed(estimates))}, by estimate"
             return replace(config, repairing=choice.config.repairing), text
     raise UserError(
-        f"time is {config.time}, but no repair takes less here: {', '.join(said)}. Raise time, or "
-        "give --no-repair."
+        f"time is {config.time}, but no repair takes less here: {', '.join(estimates)}. Raise "
+        "time, or give --no-repair."
     )
 
 
@@ -167,7 +205,7 @@ def _sized(
         written = getattr(torch, options.export.export_dtype)
     model, family = meta_model(config), family_of(config)
     dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
-    options = settled(options, dense, written)
+    options = with_defaults(options, dense, written)
     splits = splits_for(options.method, options, dense, written)
     sizes = Sizes(model, splits, stored=stored, written=written)
     form = _format_or_refusal(dense, splits, options.export.format, written)

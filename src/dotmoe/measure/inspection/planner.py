@@ -7,8 +7,8 @@ are fitted to measured steps; a backward makes twice as many. Nothing overlaps w
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -102,32 +102,45 @@ class Accelerator:
         return 4 if self.dtype == "float32" else 2
 
 
-ACCELERATORS = {
-    name: Accelerator(
-        name=f"{name.upper()} {memory} GB",
-        flops_per_s=tflops * 1e12,
-        single_flops_per_s=single * 1e12,
-        double_flops_per_s=double * 1e12,
-        bytes_per_s=rate * 1e12,
-        memory_bytes=memory * 10**9,
-        link_bytes_per_s=link * 1e9,
-    )
-    for name, tflops, single, double, memory, rate, link in (
-        ("a100", 312, 19.5, 19.5, 80, 2.039, 300),
-        ("h100", 989, 67, 67, 80, 3.35, 450),
-        ("h200", 989, 67, 67, 141, 4.8, 450),
-        ("b200", 2_250, 75, 37, 180, 8, 900),
-        ("l40s", 362, 91.6, 1.4, 48, 0.864, 32),
-    )
+class _DataSheet(NamedTuple):
+    """What the vendor of a GPU type states."""
+
+    bfloat16_tflops: float
+    """TFLOP/s of products."""
+    float32_tflops: float
+    float64_tflops: float
+    memory_gb: int
+    memory_tb_per_s: float
+    link_gb_per_s: float
+
+    def accelerator(self, name: str) -> Accelerator:
+        return Accelerator(
+            name=f"{name.upper()} {self.memory_gb} GB",
+            flops_per_s=self.bfloat16_tflops * 1e12,
+            single_flops_per_s=self.float32_tflops * 1e12,
+            double_flops_per_s=self.float64_tflops * 1e12,
+            bytes_per_s=self.memory_tb_per_s * 1e12,
+            memory_bytes=self.memory_gb * 10**9,
+            link_bytes_per_s=self.link_gb_per_s * 1e9,
+        )
+
+
+_DATA_SHEETS = {
+    "a100": _DataSheet(312, 19.5, 19.5, 80, 2.039, 300),
+    "h100": _DataSheet(989, 67, 67, 80, 3.35, 450),
+    "h200": _DataSheet(989, 67, 67, 141, 4.8, 450),
+    "b200": _DataSheet(2_250, 75, 37, 180, 8, 900),
+    "l40s": _DataSheet(362, 91.6, 1.4, 48, 0.864, 32),
 }
-"""GPU types by vendors' data: TFLOP/s in bfloat16, float32 and float64; GB of memory, its TB/s, and
-GB/s of links."""
+ACCELERATORS = {name: sheet.accelerator(name) for name, sheet in _DATA_SHEETS.items()}
+"""GPU types by vendors' data."""
 
 
 def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Accelerator:
     """This machine, measured by matrix products and memory copies, for about `seconds` each."""
     on_cpu = device.type == "cpu"
-    width, entries = (512, 1 << 24) if on_cpu else (8_192, 1 << 28)
+    width = 512 if on_cpu else 8_192
+    entries = 1 << 24 if on_cpu else 1 << 28
     # Varied entries: a GPU multiplies constants faster than it would real data.
     matrix = torch.linspace(-1, 1, width * width, device=device).view(width, width)
     source = torch.zeros(entries, device=device)
@@ -255,7 +268,7 @@ def traffic(step: Step) -> int:
     return gathered + FLOAT32 * step.trained * sums
 
 
-def plan(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
+def plan_step(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
     """Recommend how to run on `tokens` tokens on a machine, as JSON values.
 
     `choices` are the ways to run at the largest micro-batch: whole weights, sharded ones, both with
@@ -266,18 +279,13 @@ def plan(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
     step = replace(
         step, held=machine.held, on_cpu=machine.on_cpu, memory_bytes=machine.memory_bytes
     )
-    can_offload = step.trains_weights and not machine.on_cpu
-    ways = [*product((False,), (False, True), (False, True)[: min(2, ranks)])]
-    ways += [(True, checkpointing, ranks > 1) for checkpointing in (False, True) if can_offload]
-    for offload, checkpointing, sharded in ways:
-        way = replace(step, ranks=ranks, sharded=sharded, checkpointing=checkpointing)
-        way = replace(way, offload=offload)
+    for way in _ways(replace(step, ranks=ranks)):
         fits = most_at_once(way, machine)
         way = replace(way, micro_batch_size=max(1, fits))
         choices.append({**_on_machine(way, machine), "fits": fits > 0})
-    fitting = [choice for choice in choices if choice["fits"]]
-    best = max((choice["tokens_per_s"] for choice in fitting), default=0)
-    chosen = next((each for each in fitting if each["tokens_per_s"] >= AS_FAST * best), None)
+    usable = [choice for choice in choices if choice["fits"]]
+    best = max((choice["tokens_per_s"] for choice in usable), default=0)
+    chosen = next((each for each in usable if each["tokens_per_s"] >= AS_FAST * best), None)
     hours = None if chosen is None else tokens / chosen["tokens_per_s"] / 3_600
     return {
         **machine.place,
@@ -286,6 +294,27 @@ def plan(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any]:
         "hours": hours,
         "gpu_hours": None if hours is None else hours * ranks,
     }
+
+
+def _ways(step: Step) -> Iterator[Step]:
+    """Yield the step in each way to run it: see `plan_step`."""
+    for checkpointing in (False, True):
+        yield replace(step, checkpointing=checkpointing, sharded=False, offload=False)
+        if step.ranks > 1:
+            yield replace(step, checkpointing=checkpointing, sharded=True, offload=False)
+    if step.can_offload:
+        for checkpointing in (False, True):
+            is_sharded = step.ranks > 1
+            yield replace(step, checkpointing=checkpointing, sharded=is_sharded, offload=True)
+
+
+def _name_of_way(step: Step) -> str:
+    place = "whole"
+    if step.offload:
+        place = "offloaded"
+    elif step.sharded:
+        place = "sharded"
+    return f"{place}, ckpt" if step.checkpointing else place
 
 
 def _on_machine(step: Step, machine: Accelerator) -> dict[str, Any]:
@@ -298,9 +327,8 @@ def _on_machine(step: Step, machine: Accelerator) -> dict[str, Any]:
         communication = (1 - 1 / step.ranks) * traffic(step) / machine.link
         parts["waiting for communication"] = max(0.0, communication - sum(parts.values()))
     step_s = sum(parts.values())
-    place = "offloaded" if step.offload else "sharded" if step.sharded else "whole"
     return {
-        "way": f"{place}, ckpt" if step.checkpointing else place,
+        "way": _name_of_way(step),
         "sharded": step.sharded,
         "offload": step.offload,
         "on_host": step.on_host,
@@ -314,14 +342,14 @@ def _on_machine(step: Step, machine: Accelerator) -> dict[str, Any]:
     }
 
 
-def fitting(step: Step, memory_bytes: int) -> Step:
+def fit_to_memory(step: Step, memory_bytes: int) -> Step:
     """The step if it fits into a device, else as a change lets it fit.
 
     Tried are activation checkpointing, then smaller micro-batches with it, then what is trained on
     the host, if it is no adapters; the last one is of one sequence, whether it fits or not.
     """
     ways = [step]
-    for offload in (step.offload, True)[: 1 + (step.trains_weights and not step.on_cpu)]:
+    for offload in (step.offload, True) if step.can_offload else (step.offload,):
         size = step.micro_batch_size
         while size:
             way = replace(step, offload=offload, sharded=step.sharded or offload)

@@ -14,7 +14,8 @@ from torch import nn
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import FinetuneConfig, Train
 from dotmoe.method.granularity import Splits, targets_of
-from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, family_of, widths_of
+from dotmoe.models.family import TARGETS, family_of, widths_of
+from dotmoe.models.stream import TOKENS_AT_ONCE
 from dotmoe.training.losses import chunk_rows
 
 Items = Mapping[str, int]
@@ -114,6 +115,11 @@ class Step:
         return self.train in ("everything", "experts")
 
     @property
+    def can_offload(self) -> bool:
+        """Whether what is trained may stay in the memory of the host."""
+        return self.trains_weights and not self.on_cpu
+
+    @property
     def has_teacher(self) -> bool:
         """Whether the dense model runs on the same tokens."""
         return self.is_alignment or self.distils
@@ -160,6 +166,10 @@ class Step:
         frozen = self.held * self.part(self.sizes.counts.stored - self.trained)
         return 4 * FLOAT32 * self.part(self.trained) + frozen
 
+    def held_part(self, number: int) -> int:
+        """The items of `number` that one GPU holds: its part if they are sharded."""
+        return self.part(number) if self.sharded else number
+
     def part(self, number: int) -> int:
         """The part of `number` items on one GPU, rounded up."""
         return -(-number // self.ranks)
@@ -188,11 +198,11 @@ def step_memory(step: Step) -> Items:
     if step.train == "everything" and step.held < FLOAT32:
         # At the end of the backward FSDP sums the gradients of embedding and head in float32.
         ends = counts.input_embedding + counts.output_head
+        gradients = (step.held + FLOAT32) * ends + FLOAT32 * step.held_part(ends)
         last = {
             "dense weights": step.held * ends,
             **{name: trained[name] for name in trained if name != "gradient of the head"},
-            "gradients of embedding and head": (step.held + FLOAT32) * ends
-            + FLOAT32 * (step.part(ends) if step.sharded else ends),
+            "gradients of embedding and head": gradients,
         }
         return max(peak, last, key=lambda items: sum(items.values()))
     return peak
@@ -211,12 +221,13 @@ def _weights_in_memory(step: Step) -> int:
             weights = cast
         else:
             in_float32 = step.trained - counts.routers if step.trains_weights else 0
-            weights += cast - (step.part(in_float32) if step.sharded else in_float32)
+            weights += cast - step.held_part(in_float32)
     elif is_divided:
         weights += gathered(sizes)
     if step.train == "lora":
         # The sum of an expert's weights and its adapters stays for the layer's backward.
-        weights += counts.ffn_total // (layers if step.checkpointing else 1)
+        of_a_layer = counts.ffn_total // layers
+        weights += of_a_layer if step.checkpointing else counts.ffn_total
     return weights
 
 
@@ -237,8 +248,7 @@ def _training_state(step: Step) -> dict[str, int]:
         own = step.part(step.trained)
     trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
     if step.distils and step.trains_weights:  # else the student itself teaches
-        total = counts.dense_total
-        trained["teacher"] = step.held * (step.part(total) if step.sharded else total)
+        trained["teacher"] = step.held * step.held_part(counts.dense_total)
     if step.train == "everything":
         matrix = sizes.widths.vocabulary * sizes.widths.model
         trained["gradient of the head"] = step.held * matrix

@@ -92,7 +92,7 @@ class Work(NamedTuple):
 
 
 class Stages:
-    """The stages of a conversion, with a config whose experts are settled; 0 tokens: no stage."""
+    """The stages of a conversion whose config has its defaults; 0 tokens: no stage."""
 
     def __init__(self, sizes: Sizes, config: RunConfig) -> None:
         self.sizes, self.config = sizes, config
@@ -152,7 +152,8 @@ class Stages:
             trainables = self.sizes.affinities + self.sizes.counts.routers
             row = {"stage": "alignment", "hours": align["hours"], "disk": 6 * FLOAT32 * trainables}
             row |= {"memory": way["memory"], "memory_total": way["memory_total"]}
-            rows.insert(1 + self.compares_layers + (self.calibration_tokens > 0), row)
+            start = [row["stage"] for row in rows].index("extraction")
+            rows.insert(start, row)
         for row in rows:
             row["fits"] = row["memory_total"] <= USABLE_SHARE * machine.memory_bytes
         hours = [row["hours"] for row in rows]
@@ -226,8 +227,9 @@ class Stages:
         | refit | Gram matrices and solutions of output projections; for FFNs without training |
         | training | all projections of each FFN; ranks divide the neurons |
         """
-        tokens, has_heads = -(-self.repair_tokens // machine.gpus), self.sizes.has_heads
-        streams = self.forward(machine, (3 if has_heads else 2) * tokens)
+        tokens = -(-self.repair_tokens // machine.gpus)
+        passes = 3 if self.sizes.has_heads else 2
+        streams = self.forward(machine, passes * tokens)
         parts = [streams, self._refit(machine, tokens)]
         if self.sizes.split.target == "ffn":
             parts += [self._masked_ffns(machine, tokens), self._ffn_training(machine, tokens)]

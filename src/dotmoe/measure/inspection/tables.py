@@ -18,10 +18,10 @@ def render(record: Values) -> RenderableType:
     tables += [_choices(record)] if record["choices"] else []
     for task in record["run"]["shown"]:
         tables.append(_plans(record["run"], [p for p in record["plans"] if p["task"] == task]))
-    rows = [["convert:", said] for said in record["chosen"]]
+    rows = [["convert:", sentence] for sentence in record["chosen"]]
     rows += [["warning:", warning] for warning in record["warnings"]]
     rows += [["serving:", limit] for limit in record["limits"]]
-    rows += [["estimate:", said] for said in record["unmeasured"]]
+    rows += [["estimate:", sentence] for sentence in record["unmeasured"]]
     tables.append(Table(columns=("", ""), rows=rows, words=2))
     return Group(*map(to_rich, tables))
 
@@ -155,9 +155,9 @@ def _plans(run: Values, plans: list[Values]) -> Table:
             time = in_time(plan["hours"])
             rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])
         else:
-            rows.append([_machine(plan), "does not fit", *[""] * 5])
+            rows.append([_machine(plan), "does not fit", "", "", "", "", ""])
     task = plans[0]["task"]
-    name = {"align": "alignment", "finetune": "optional finetuning"}[task]
+    name = "alignment" if task == "align" else "optional finetuning"
     return Table(
         title=f"{name} of {run['tokens'][task]:,} tokens (estimated; GPUs at "
         "assumed shares of the rates that vendors quote, not measured)",

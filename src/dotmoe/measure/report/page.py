@@ -75,8 +75,8 @@ def markdown(run: RunResults) -> str:
 def _shown(run: RunResults) -> dict[str, Any]:
     """Title, first screen and sections of a run."""
     results, counts = run.results, run.results["parameters"]
-    said = in_short(results["moe"], results["dense"], counts)
-    first: Blocks = [said, overview(run.models, counts)]
+    sentence = in_short(results["moe"], results["dense"], counts)
+    first: Blocks = [sentence, overview(run.models, counts)]
     if run.own_answers:
         first.append(own_answers_table(run.own_answers))
     changed = f", {run.name}," if run.is_finetuned or run.is_repaired else ""
@@ -87,9 +87,9 @@ def _shown(run: RunResults) -> dict[str, Any]:
 def summary(run: Path) -> RenderableType:
     """What `dotmoe convert` and `dotmoe finetune` print when they finish."""
     results = RunResults(run)
-    said, *tables = _shown(results)["first"]
+    sentence, *tables = _shown(results)["first"]
     shown = (to_rich(table) for table in tables)
-    return Group(*shown, Text(f"\n{said}"), *_what_next(results))
+    return Group(*shown, Text(f"\n{sentence}"), *_what_next(results))
 
 
 def _what_next(results: RunResults) -> list[RenderableType]:
@@ -101,10 +101,12 @@ def _what_next(results: RunResults) -> list[RenderableType]:
         chats = True
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
-    commands = {"generate": write + (["--chat-template"] if chats else ["--temperature", "0.8"])}
+    write += ["--chat-template"] if chats else ["--temperature", "0.8"]
+    commands = {"generate": write}
     if any(server.startswith("vLLM") for server in record.servers):
-        own = ["--trust-remote-code", "--enforce-eager"] * (record.format == "dotmoe")
-        commands["serve"] = ["vllm", "serve", str(export), "--dtype", record.dtype, *own]
+        commands["serve"] = ["vllm", "serve", str(export), "--dtype", record.dtype]
+        if record.format == "dotmoe":
+            commands["serve"] += ["--trust-remote-code", "--enforce-eager"]
     if not results.is_finetuned and targets_of(results.splits) == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
     notes = f" (with {len(record.notes)} notes for serving)" if record.notes else ""

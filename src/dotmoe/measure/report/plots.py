@@ -71,7 +71,8 @@ def quality_figure(models: Mapping[str, Values], counts: Values, curve: Values |
             axes.annotate(text, (x, y), xytext=(6, 6), textcoords="offset points")
     active, markers = 100 * counts["active"] / counts["dense"], "os^Dv<>"
     for index, (name, model) in enumerate(models.items()):
-        share, colour = (active, _BLUE) if index else (100.0, _GREY)
+        share = active if index else 100.0
+        colour = _BLUE if index else _GREY
         marker = markers[index % len(markers)]
         axes.plot(share, model["perplexity"], linestyle="", label=name, marker=marker, color=colour)
     axes.set_yscale("log")

@@ -21,7 +21,14 @@ RIVALS = "rivals"
 on the run's held-out text."""
 
 _MEASURED = (
-    *("perplexity", "tasks", "against", "fidelity", "generation", "curve", "bench", "analysis"),
+    "perplexity",
+    "tasks",
+    "against",
+    "fidelity",
+    "generation",
+    "curve",
+    "bench",
+    "analysis",
 )
 """Files and folders of `6_evaluate` with results of commands that measure."""
 
@@ -65,20 +72,30 @@ class RunResults:
         """Whether the exported model was repaired and not finetuned afterwards."""
         self.dense_model = run.model
         """Name of the dense model that every comparison refers to."""
-        ours = "DOT-MoE (paper)" if self._is_by_papers_recipe else "dotmoe"
-        method = str(self.config.get("method", "dot_moe")).replace("dot_moe", ours)
-        self.name = "repaired" if self.is_repaired else "finetuned" if self.is_finetuned else method
+        self.name = self._name()
         """Name of the exported model in the report."""
         exported, dense = fingerprint(run.stage("export")), run.manifest["inputs"]["model"]
         self.is_edited = self.results["moe"].get(FINGERPRINT, exported) != exported
         """Whether somebody edited the export after the run had measured it."""
-        last = "finetune" if self.is_finetuned else "repair" if self.is_repaired else "extract"
+        last = "extract"
+        if self.is_finetuned:
+            last = "finetune"
+        elif self.is_repaired:
+            last = "repair"
         known = {exported, dense, run.fingerprint_of(last)}
         self.of_others = _of_others(self.files, known, (run.model, dense))
         """Names of the files that are left out: they measured another model, such as an earlier
         export of the run, or do not say which."""
         for name in self.of_others:
             del self.files[name]
+
+    def _name(self) -> str:
+        if self.is_repaired:
+            return "repaired"
+        if self.is_finetuned:
+            return "finetuned"
+        ours = "DOT-MoE (paper)" if self._is_by_papers_recipe else "dotmoe"
+        return str(self.config.get("method", "dot_moe")).replace("dot_moe", ours)
 
     @property
     def _is_by_papers_recipe(self) -> bool:

@@ -13,7 +13,7 @@ from dotmoe.measure.evaluate import MEASUREMENTS
 from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.evaluate.models import sides_of
 from dotmoe.measure.evaluate.perplexity import curve_table, perplexity_table, text_names
-from dotmoe.measure.evaluate.tasks import shown_tasks
+from dotmoe.measure.evaluate.task_tables import shown_tasks
 from dotmoe.measure.inspection.tables import counts_table, in_words
 from dotmoe.measure.report.results import RunResults
 from dotmoe.method.granularity import targets_of
@@ -87,9 +87,11 @@ def _analysis(_: RunResults, analysis: Values) -> Blocks:
 
 
 def _training(name: str, run: RunResults) -> Blocks:
-    if not (steps := run.steps[name]):
-        is_start = name == "align" and not run.is_finetuned
-        return ["None: the start was extracted without alignment."] * is_start
+    steps = run.steps[name]
+    if not steps:
+        if name == "align" and not run.is_finetuned:
+            return ["None: the start was extracted without alignment."]
+        return []
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
     return [
@@ -101,9 +103,9 @@ def _perplexity(run: RunResults, _: Values) -> Blocks:
     table = perplexity_table(run.models)
     if not run.is_edited:
         return [table]
-    said = f"Files of {run.folder}/5_export were edited after this was measured: it is of the "
-    said += "export as it was before. dotmoe evaluate measures the edited one."
-    return [Block("warning", said), table]
+    sentence = f"Files of {run.folder}/5_export were edited after this was measured: it is of the "
+    sentence += "export as it was before. dotmoe evaluate measures the edited one."
+    return [Block("warning", sentence), table]
 
 
 def _checks(run: RunResults, results: Values) -> Blocks:
@@ -118,7 +120,8 @@ def _checks(run: RunResults, results: Values) -> Blocks:
 
 
 def _configuration(run: RunResults, _: Values) -> Blocks:
-    command, config = "finetune" if run.is_finetuned else "convert", run.folder / "config.json"
+    command = "finetune" if run.is_finetuned else "convert"
+    config = run.folder / "config.json"
     again = ["dotmoe", command, run.source, "AGAIN", "--config", str(config)]
     missing = [f"{note[0].upper()}{note[1:]}." for note in run.results.get("text_notes", ())]
     return [
@@ -130,8 +133,8 @@ def _configuration(run: RunResults, _: Values) -> Blocks:
     ]
 
 
-def _missing(run: RunResults, _: Values) -> Blocks:
-    """Measurements that are missing, each with the command that makes it, and those left out."""
+def _wanted(run: RunResults) -> dict[str, tuple[str, list[str]]]:
+    """What a run can be measured for, in words, and the command for it, by the file it writes."""
     folder, dense = str(run.folder), run.dense_model
     out = ["--out", f"{folder}/6_evaluate"]
     text, asked = ["--text", "HELD_OUT.txt", *out], ["--generate", "64", "--prompts", "PROMPT"]
@@ -152,22 +155,31 @@ def _missing(run: RunResults, _: Values) -> Blocks:
         del wanted["curve"]
     if len(run.splits) > 1:  # two different k
         del wanted["bench"]
+    return wanted
+
+
+def _missing(run: RunResults, _: Values) -> Blocks:
+    """Measurements that are missing, each with the command that makes it, and those left out."""
     there = {name.partition("/")[0] for name in run.files}
     if "tasks" not in there:
         there.discard("against")
     blocks: Blocks = []
     if run.of_others:
         names = ", ".join(f"{name}.json" for name in run.of_others)
-        said = "Left out, because they measured another model than this export, or do not say "
-        said += f"which: {names} in 6_evaluate. Delete them, and measure again."
-        blocks.append(Block("warning", said))
-    for name, (what, words) in wanted.items():
+        sentence = "Left out, because they measured another model than this export, or do not say "
+        sentence += f"which: {names} in 6_evaluate. Delete them, and measure again."
+        blocks.append(Block("warning", sentence))
+    for name, (what, words) in _wanted(run).items():
         if name not in there:
-            keep = f" > {shlex.quote(f'{folder}/6_evaluate/bench.json')}" * (name == "bench")
-            blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
+            line = shlex.join(words)
+            if name == "bench":
+                line += f" > {shlex.quote(f'{run.folder}/6_evaluate/bench.json')}"
+            blocks += [f"{what}:", Block("command", line)]
+    if not blocks:
+        return []
     note = "Each command adds its result to the run; dotmoe report then updates this page. Replace "
     note += "HELD_OUT.txt with a text of your own that the model was not trained on."
-    return blocks and [*blocks, Block("note", note)]
+    return [*blocks, Block("note", note)]
 
 
 SECTIONS: list[tuple[str, str, Section]] = [
@@ -214,13 +226,15 @@ def in_short(moe: Values, dense: Values, counts: Values) -> str:
 def overview(models: Mapping[str, Values], counts: Values) -> Table:
     """Perplexity of each model, also relative to the first, the dense one, and its work."""
     dense = next(iter(models.values()))
+
+    def parameters(row: tuple[str, Values]) -> str:
+        return millions(counts["dense"] if row[1] is dense else counts["active"])
+
     columns: dict[str, Callable[[tuple[str, Values]], str]] = {
         "model": lambda row: row[0],
         "perplexity": lambda row: f"{row[1]['perplexity']:.2f}",
         "times dense": lambda row: figure(times_perplexity(row[1], dense), ".3f"),
-        "parameters for a token": lambda row: millions(
-            counts["dense" if row[1] is dense else "active"]
-        ),
+        "parameters for a token": parameters,
     }
     return table_of(models.items(), columns)
 
@@ -231,7 +245,8 @@ def _weights(run: RunResults) -> str:
         origin = "repair refitted the output projections of the experts"
         if target != "attention" and run.config["repairing"].get("repair_epochs"):
             origin = "repair trained the FFNs"
-            origin += " and refitted the attention's output projections" * (target == "both")
+            if target == "both":
+                origin += " and refitted the attention's output projections"
         origin += "; everything else is the dense model's"
     elif run.is_finetuned:
         trained = {"experts": "the experts", "lora": "low-rank adapters and routers"}

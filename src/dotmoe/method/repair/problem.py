@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.models.family import TOKENS_AT_ONCE, GatedFFN, Target
+from dotmoe.models.family import GatedFFN, Target
+from dotmoe.models.stream import TOKENS_AT_ONCE
 
 LARGEST_WEIGHT = 10.0
 """Largest weight of a token; one of median size has 1."""

@@ -25,9 +25,10 @@ from dotmoe.method.masked import maskings_of
 from dotmoe.method.repair.problem import LARGEST_WEIGHT, LayerProblem, tokens_at_once
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import SparseFFN
-from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.hooks import computing
 from dotmoe.models.load import whole_weights
+from dotmoe.models.stream import TOKENS_AT_ONCE, Stream
 from dotmoe.text.blocks import TokenBlocks
 
 HELD_OUT = 8

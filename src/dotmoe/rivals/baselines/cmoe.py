@@ -27,8 +27,8 @@ from dotmoe.rivals.baselines.contract import (
     Layer,
     LayerSplit,
     SplitInputs,
+    cluster_means,
     gated,
-    means,
     optimal_assignment,
 )
 
@@ -56,7 +56,7 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         # The most marked come first: the first E are the first centres.
         marks_NT = marks_TN.T[routed]
         cluster_N = optimal_assignment(_l1_distance(marks_NT, marks_NT[: split.num_experts]))
-        centre_ET = means(marks_NT, cluster_N, split.num_experts)
+        centre_ET = cluster_means(marks_NT, cluster_N, split.num_experts)
         others = torch.arange(split.num_experts, device=routed.device) != cluster_N[:, None]
         distance_NE = _l1_distance(marks_NT, centre_ET).masked_fill(others, torch.inf)
         representative_E = routed[distance_NE.argmin(dim=0)]

@@ -159,7 +159,7 @@ def balanced_kmeans(
     return balanced_clusters(score, len(features_NF), num_clusters, generator)
 
 
-def means(features_NF: Tensor, expert_N: Tensor, num_clusters: int) -> Float[Tensor, "E F"]:
+def cluster_means(features_NF: Tensor, expert_N: Tensor, num_clusters: int) -> Float[Tensor, "E F"]:
     """Mean feature vector of each cluster; all clusters must have the same size."""
     order = expert_N.argsort(stable=True)
     return features_NF[order].view(num_clusters, -1, features_NF.shape[1]).mean(dim=1)

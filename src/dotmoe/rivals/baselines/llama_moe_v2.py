@@ -27,7 +27,7 @@ from dotmoe.rivals.baselines.contract import (
     LayerSplit,
     SplitInputs,
     balanced_kmeans,
-    means,
+    cluster_means,
     next_token_loss,
 )
 
@@ -45,7 +45,7 @@ def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
         # The last T mod E tokens are left out.
         whole_TD = layer.x_TD[: len(layer.x_TD) // split.num_experts * split.num_experts]
         cluster_T = balanced_kmeans(whole_TD, split.num_experts, layer.generator)
-        routers.append(means(whole_TD, cluster_T, split.num_experts))
+        routers.append(cluster_means(whole_TD, cluster_T, split.num_experts))
         experts.append((layer.x_TD @ routers[-1].T).argmax(dim=1))
     scores = importance(inputs.dense, inputs.tokens_BT, experts, split.num_experts)
     for layer, router_ED, score_NE in zip(inputs.layers(), routers, scores, strict=True):

@@ -37,7 +37,7 @@ from dotmoe.rivals.baselines.contract import (
     SplitInputs,
     balanced_clusters,
     balanced_kmeans,
-    means,
+    cluster_means,
     optimal_assignment,
     squared_distance,
 )
@@ -54,7 +54,7 @@ def weight_clusters(inputs: SplitInputs) -> Iterator[LayerSplit]:
     for layer in inputs.layers():
         rows_ND = F.normalize(layer.ffn.gate.weight.float(), dim=1)
         expert_N = balanced_kmeans(rows_ND, num_experts, layer.generator)
-        centre_ED = means(rows_ND, expert_N, num_experts)
+        centre_ED = cluster_means(rows_ND, expert_N, num_experts)
         yield _routed(inputs, layer, optimal_assignment(squared_distance(rows_ND, centre_ED)))
 
 
@@ -71,7 +71,7 @@ def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:
 def _routed(inputs: SplitInputs, layer: Layer, expert_N: Int[Tensor, " N"]) -> LayerSplit:
     """The split with the router by similarity, and the trained one if `split_router` is `own`."""
     rows_ND = F.normalize(layer.ffn.gate.weight.float(), dim=1)
-    router_ED = F.normalize(means(rows_ND, expert_N, inputs.granularity.num_experts), dim=1)
+    router_ED = F.normalize(cluster_means(rows_ND, expert_N, inputs.granularity.num_experts), dim=1)
     is_own = inputs.config.split_router == "own"
     own = predictor(layer, expert_N, router_ED) if is_own else {}
     return LayerSplit(layer, expert_N, router_ED, own)

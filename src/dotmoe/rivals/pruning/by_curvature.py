@@ -168,7 +168,8 @@ def curvature(inputs: PruneInputs) -> list[Pair]:
 
 def _sizes(linear: nn.Linear) -> tuple[int, int]:
     """Numbers of columns, including the bias, and of rows."""
-    return linear.in_features + (linear.bias is not None), linear.out_features
+    columns = linear.in_features if linear.bias is None else linear.in_features + 1
+    return columns, linear.out_features
 
 
 def _in_float64(linear: nn.Linear, factors: Pair) -> tuple[Tensor, Pair]:

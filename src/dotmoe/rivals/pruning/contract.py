@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
-from dotmoe.models.family import TOKENS_AT_ONCE, DecoderTraits, DenseModel, num_parameters
+from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.hooks import recomputing
+from dotmoe.models.stream import TOKENS_AT_ONCE
+from dotmoe.models.traits import DecoderTraits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,17 @@ from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, linears_of, thre
 
 _OPEN, _SOFTNESS, _BUDGET_WEIGHT = 3.0, 0.4, 6.0
 _LR, _WEIGHT_DECAY = 1e-3, 0.05
+
+
+class _Selections(NamedTuple):
+    """The five selections of a layer, or what is counted or computed of each."""
+
+    reads: Any
+    """Of the features of the stream that attention reads."""
+    writes: Any
+    ffn_reads: Any
+    neurons: Any
+    ffn_writes: Any
 
 
 class _Network(nn.Module):
@@ -63,27 +74,26 @@ def disp_llm(inputs: PruneInputs) -> Pruned:
 
     bound = threshold(logits, removed, inputs.excess)
     masks = above(bound)
-    for layer, reading, output, selected in _by_layer(dense, masks):
-        reads, writes, ffn_reads, neurons, ffn_writes = selected
+    for layer, reading, output, kept in _by_layer(dense, masks):
         gate, up, down = dense.family.ffn(layer)[:3]
         for linear in reading:
-            linear.weight.mul_(reads)
+            linear.weight.mul_(kept.reads)
         for parameter in output.parameters():
-            parameter.mul_(writes[:, None] if parameter.dim() == 2 else writes)
+            parameter.mul_(kept.writes[:, None] if parameter.dim() == 2 else kept.writes)
         for part in (gate, up):
-            part.weight.mul_(neurons[:, None] * ffn_reads)
-        down.weight.mul_(ffn_writes[:, None] * neurons)
+            part.weight.mul_(kept.neurons[:, None] * kept.ffn_reads)
+        down.weight.mul_(kept.ffn_writes[:, None] * kept.neurons)
     return Pruned(removed(bound), {"selected": [int(mask.sum()) for mask in masks]})
 
 
 def kept_parameters(dense: DenseModel, selected: Sequence[Any]) -> Any:
     """Number of layer weights that are kept, given how much each selection of each layer keeps."""
-    kept = 0
-    for _, reading, output, five in _by_layer(dense, selected):
-        reads, writes, ffn_reads, neurons, ffn_writes = five
-        attended = reads * sum(linear.out_features for linear in reading)
-        kept += attended + writes * output.in_features + neurons * (2 * ffn_reads + ffn_writes)
-    return kept
+    number = 0
+    for _, reading, output, kept in _by_layer(dense, selected):
+        attended = kept.reads * sum(linear.out_features for linear in reading)
+        attended = attended + kept.writes * output.in_features
+        number += attended + kept.neurons * (2 * kept.ffn_reads + kept.ffn_writes)
+    return number
 
 
 @torch.enable_grad()
@@ -122,21 +132,23 @@ def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
 
     family, target = dense.family, TARGETS["ffn"]
     with ExitStack() as hooks:
-        for layer, reading, output, selected in _by_layer(dense, gates):
-            reads, writes, ffn_reads, neurons, ffn_writes = selected
+        for layer, reading, output, gate_of in _by_layer(dense, gates):
             ffn, down = family.block(layer, target), family.output(layer, target)
-            before = [(linear, reads) for linear in reading] + [(ffn, ffn_reads), (down, neurons)]
+            before: list[tuple[nn.Module, Any]] = [(linear, gate_of.reads) for linear in reading]
+            before += [(ffn, gate_of.ffn_reads), (down, gate_of.neurons)]
             for module, gate in before:
                 hooks.enter_context(input_hooks({0: module}, partial(weigh, gate)))
-            for module, gate in ((output, writes), (ffn, ffn_writes)):
-                hooks.enter_context(module.register_forward_hook(partial(weigh, gate)))
+            for written, gate in ((output, gate_of.writes), (ffn, gate_of.ffn_writes)):
+                hooks.enter_context(written.register_forward_hook(partial(weigh, gate)))
         yield
 
 
-def _by_layer(dense: DenseModel, selections: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+def _by_layer(
+    dense: DenseModel, selections: Sequence[Any]
+) -> Iterator[tuple[nn.Module, list[nn.Linear], nn.Linear, _Selections]]:
     """Yield each layer, attention's input and output projections, and its five selections."""
     for index, layer in enumerate(dense.family.layers(dense.model)):
         attention: Any = layer.get_submodule("self_attn")
         reading = [each for each in linears_of(attention) if each is not attention.o_proj]
-        # What attention reads and writes, what the FFN reads, its neurons, what it writes.
-        yield layer, reading, attention.o_proj, selections[5 * index : 5 * index + 5]
+        five = _Selections(*selections[5 * index : 5 * index + 5])
+        yield layer, reading, attention.o_proj, five

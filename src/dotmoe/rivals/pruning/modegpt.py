@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dotmoe.models.family import DenseModel, Stream, head_dim
+from dotmoe.models.family import DenseModel, head_dim
 from dotmoe.models.hooks import input_hooks
+from dotmoe.models.stream import Stream
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, damped_inverse, made_up, refusing
 from dotmoe.rivals.pruning.llm_pruner import grouped, kinds_of
 from dotmoe.rivals.pruning.whole_layers import block_influence

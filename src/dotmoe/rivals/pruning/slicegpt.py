@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dotmoe.models.family import DenseModel, Stream, num_parameters
+from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.hooks import input_hooks
+from dotmoe.models.stream import Stream
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, refusing
 
 
@@ -109,8 +110,10 @@ def sliced_parameters(dense: DenseModel, width: int) -> int:
     for index, layer in enumerate(layers):
         leaving = width if index + 1 < len(layers) else size
         for name, parameter in layer.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                total += parameter.shape[1] * (width if "o_proj" in name else leaving)
+            if name.endswith("o_proj.weight"):
+                total += parameter.shape[1] * width
+            elif name.endswith("down_proj.weight"):
+                total += parameter.shape[1] * leaving
             elif parameter.dim() == 2:
                 total += parameter.shape[0] * width
             elif "layernorm" not in name:  # those are folded into weights

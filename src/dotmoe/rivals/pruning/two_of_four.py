@@ -29,8 +29,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dotmoe.common.errors import UserError
-from dotmoe.models.family import DenseModel, Stream
+from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import input_hooks
+from dotmoe.models.stream import Stream
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, backward, damped_inverse, linears_of
 
 _COLUMNS_AT_ONCE = 128

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -18,21 +19,35 @@ DEVICE = torch.device("lazy", 0)  # the one kind whose gradients torch computes 
 COPIES = {"aten::copy_", "aten::_to_copy"}
 INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
 """Operators that take indices of the host if what they index is on the device."""
-WAITS = {"aten::_local_scalar_dense", "aten::nonzero"}
-"""Operators of the device whose result the host must know."""
-crossings = []
-"""Names of the operators that waited for the device, or copied to or from it, up to now."""
 UNORDERED = {"aten::index_add", "aten::index_add_"}
 """Operators that add in another order each time on CUDA, so that a seed does not fix the result."""
 WAITING = {
-    *("aten::_local_scalar_dense", "aten::nonzero", "aten::bincount", "aten::masked_select"),
-    *("aten::equal", "aten::is_nonzero", "aten::_unique2", "aten::unique_consecutive"),
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::bincount",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::_unique2",
+    "aten::unique_consecutive",
 }
 """Operators whose result's value or shape the host waits for on CUDA."""
-_waits = list[str]()
 
 
-class Elsewhere(torch.Tensor):
+class Crossing(NamedTuple):
+    """An operator that takes something from the host to the device, or back."""
+
+    operator: str
+    function: str
+    """The innermost function of dotmoe that runs, as `file.function`."""
+    waits: bool
+    """Whether the host waits for the device: for a number, a shape or a copy to the host."""
+
+
+_crossings = list[Crossing]()
+
+
+class StandInTensor(torch.Tensor):
     """A tensor of the device; `held` has its values."""
 
     @staticmethod
@@ -61,7 +76,7 @@ class Elsewhere(torch.Tensor):
 
 
 @contextmanager
-def elsewhere():
+def stand_in_device():
     """Within this context the device exists; yields it."""
     real = torch.autocast
 
@@ -79,13 +94,10 @@ def elsewhere():
 
 
 @contextmanager
-def waits():
-    """Within this context, collects each time the host waits for the device, by dotmoe's function.
-
-    It waits for numbers, for shapes that depend on numbers, and for copies to the host.
-    """
-    _waits.clear()
-    yield _waits
+def crossings():
+    """Within this context, collects every `Crossing` into the list that it yields."""
+    _crossings.clear()
+    yield _crossings
 
 
 def _waits_for(name, args, kwargs):
@@ -94,7 +106,7 @@ def _waits_for(name, args, kwargs):
     if name in INDEXING:
         return any(each is not None and each.dtype == torch.bool for each in args[1])
     if name == "aten::copy_":
-        return not isinstance(args[0], Elsewhere) and isinstance(args[1], Elsewhere)
+        return not isinstance(args[0], StandInTensor) and isinstance(args[1], StandInTensor)
     return name == "aten::_to_copy" and torch.device(kwargs.get("device") or DEVICE).type == "cpu"
 
 
@@ -117,33 +129,31 @@ class _Everywhere(TorchDispatchMode):
 
 def _computed(func, args, kwargs):
     tensors = [each for each in arg_tree_leaves(*args, **kwargs) if isinstance(each, torch.Tensor)]
-    away = [each for each in tensors if isinstance(each, Elsewhere)]
-    here = [each for each in tensors if not isinstance(each, Elsewhere) and each.dim()]
+    away = [each for each in tensors if isinstance(each, StandInTensor)]
+    here = [each for each in tensors if not isinstance(each, StandInTensor) and each.dim()]
     name = func._schema.name
-    if away and (here or name in WAITS):
-        crossings.append(name)
-    if name in INDEXING and isinstance(args[0], Elsewhere):
+    waits = bool(away) and _waits_for(name, args, kwargs)
+    crosses = waits or bool(away and here)
+    if name in INDEXING and isinstance(args[0], StandInTensor):
         here = [each for each in here if each.dtype not in (torch.int64, torch.bool)]
     if away and here and name not in COPIES:
         raise RuntimeError(f"{func} mixes a device and the host")
     if away and name in UNORDERED:
         raise RuntimeError(f"{func} adds in no fixed order")
-    if away and _waits_for(name, args, kwargs):
-        _waits.append(_caller())
     goes = bool(away)
     if kwargs.get("device") is not None:
         goes = torch.device(kwargs["device"]).type == DEVICE.type
         kwargs = kwargs | {"device": "cpu"} if goes else kwargs
     elif name == "aten::copy_":
-        goes = isinstance(args[0], Elsewhere)
-    if name in COPIES and bool(away) != goes:
-        crossings.append(name)
-    args, kwargs = tree_map_only(Elsewhere, lambda each: each.held, (args, kwargs))
+        goes = isinstance(args[0], StandInTensor)
+    if crosses or (name in COPIES and bool(away) != goes):
+        _crossings.append(Crossing(name, _caller(), waits))
+    args, kwargs = tree_map_only(StandInTensor, lambda each: each.held, (args, kwargs))
     known = {id(each.held): each for each in away}  # in-place operators return an argument
 
     def wrapped(value):
         if not goes or not isinstance(value, torch.Tensor):
             return value
-        return known[id(value)] if id(value) in known else Elsewhere(value)
+        return known[id(value)] if id(value) in known else StandInTensor(value)
 
     return tree_map(wrapped, func(*args, **kwargs))

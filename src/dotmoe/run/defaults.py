@@ -1,0 +1,96 @@
+"""What the defaults of a conversion mean for a model: its text, its experts, its training."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from dotmoe.common.errors import UserError
+from dotmoe.export.choice import format_for
+from dotmoe.method.calibrate import LAYERS_PER_DENSE
+from dotmoe.method.config import ExpertsConfig
+from dotmoe.method.granularity import DEFAULT_ACTIVE, Splits, splits_of
+from dotmoe.models.chat import has_chats
+from dotmoe.models.family import DenseModel
+from dotmoe.rivals.baselines import granularity_of
+from dotmoe.run.config import RunConfig
+from dotmoe.text.sources import PROMPTS, SELF
+
+Conversion = TypeVar("Conversion", bound=RunConfig)
+
+
+def with_defaults(config: Conversion, dense: DenseModel, dtype: torch.dtype) -> Conversion:
+    """The config with the text and experts that its defaults mean, see `experts_with_defaults`.
+
+    For a method other than DOT-MoE, `align` is set as that method needs it: it trains its
+    router for `router_steps`, and keeps its experts. `dtype` is that of the export.
+    """
+    if not config.data.data:
+        sources = default_sources(dense.tokenizer)
+        config = replace(config, data=replace(config.data, data=sources))
+    experts = config.experts
+    if config.method != "dot_moe":  # those with a shared expert choose its size themselves
+        experts = replace(experts, shared=experts.shared or 0.0)
+    experts = experts_with_defaults(experts, dense, config.export.format, dtype)
+    if config.method == "dot_moe":
+        return replace(config, experts=experts)
+    align = replace(config.align, steps=config.baseline.router_steps, learn_assignment=False)
+    return replace(config, experts=experts, align=align)
+
+
+def default_sources(tokenizer: Any) -> tuple[str, ...]:
+    """Sources of text of a run that names none: the model answers; a base model just goes on."""
+    return (PROMPTS, SELF) if has_chats(tokenizer) else (SELF,)
+
+
+def experts_with_defaults(
+    experts: ExpertsConfig, dense: DenseModel, name: str, dtype: torch.dtype
+) -> ExpertsConfig:
+    """The options with the values that their defaults mean for this model and format name.
+
+    Half of the FFN runs. Where a format holds it without a shorter context, half of that is always
+    on, and the number of leading dense layers stays open, to be measured on text; elsewhere both
+    are 0, as they are if attention is split. Values that are given stay as they are.
+    """
+    context = partial(_longest_context, dense=dense, name=name, dtype=dtype)
+
+    def is_free(experts: ExpertsConfig, plain: ExpertsConfig) -> bool:
+        """Whether a format holds these experts with a context as long as that of the plain ones."""
+        return experts.targets == "ffn" and context(experts) >= max(1, context(plain))
+
+    if experts.active is None and experts.active_experts is None:
+        experts = replace(experts, active=DEFAULT_ACTIVE)
+    if experts.first_dense_layers is None:
+        plain = replace(experts, shared=experts.shared or 0.0, first_dense_layers=0)
+        is_short = dense.widths.layers < LAYERS_PER_DENSE
+        if is_short or not is_free(replace(plain, first_dense_layers=1), plain):
+            experts = replace(experts, first_dense_layers=0)
+    if experts.shared is None:
+        leading = experts.first_dense_layers or 0
+        plain = replace(experts, shared=0.0, first_dense_layers=leading)
+        split = _splits_of_model(plain, dense)[0]
+        half = split.active_experts // 2 / split.num_experts
+        is_shared = is_free(replace(plain, shared=half), plain)
+        experts = replace(experts, shared=half if is_shared else 0.0)
+    return experts
+
+
+def _splits_of_model(experts: ExpertsConfig, dense: DenseModel) -> Splits:
+    return splits_of(experts, dense.widths.ffn, dense.config.num_attention_heads)
+
+
+def _longest_context(
+    experts: ExpertsConfig, *, dense: DenseModel, name: str, dtype: torch.dtype
+) -> int:
+    """Context of an export with these experts, 0 if no format holds them."""
+    try:
+        return format_for(dense, _splits_of_model(experts, dense), name, dtype).context(dense)
+    except UserError:
+        return 0
+
+
+def splits_for(method: str, config: RunConfig, dense: DenseModel, dtype: torch.dtype) -> Splits:
+    """The splits that a config means, as a method uses them, or a `UserError` if it cannot."""
+    experts = experts_with_defaults(config.experts, dense, config.export.format, dtype)
+    return tuple(granularity_of(method, split) for split in _splits_of_model(experts, dense))
