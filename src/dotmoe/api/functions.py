@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from dotmoe.api.inputs import Inputs
 from dotmoe.api.results import Result
 from dotmoe.cli.arguments import CONFIGS, start_of, with_start
@@ -37,9 +39,11 @@ from dotmoe.pipeline import prune as pruning
 from dotmoe.pipeline.reexport import reexport, said_of_export
 from dotmoe.pipeline.rows import said_of_comparison
 from dotmoe.pipeline.stages import Conversion
-from dotmoe.run.config import PruneRunConfig
+from dotmoe.run.config import FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.run.folder import INPUTS, RunFolder
 
+Place = str | os.PathLike[str]
+"""A path or name, or the result of `convert`, which stands for its folder."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CONFIGS = {**CONFIGS, "prune": PruneRunConfig}
@@ -84,10 +88,10 @@ def _options(command: str) -> list[Option]:
 
 @_with_options_of("convert")
 def convert(
-    model: Any = None,
-    out: Any = None,
+    model: Place | PreTrainedModel | RunConfig | None = None,
+    out: Place | None = None,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Conversion:
@@ -120,7 +124,11 @@ def convert(
 
 @_with_options_of("inspect")
 def inspect(
-    model: Any = None, *, tokenizer: Any = None, progress: bool = True, **options: Any
+    model: Place | PreTrainedModel | RunConfig | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: bool = True,
+    **options: Any,
 ) -> Result:
     """Show what a conversion would give and cost: parameters, memory, time, disk, warnings.
 
@@ -143,10 +151,10 @@ def inspect(
 
 @_with_options_of("compare")
 def compare(
-    model: Any = None,
-    out: Any = None,
+    model: Place | PreTrainedModel | RunConfig | None = None,
+    out: Place | None = None,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Result:
@@ -173,7 +181,11 @@ def compare(
 
 @_with_options_of("finetune")
 def finetune(
-    run: Any = None, out: Any = None, *, progress: bool = True, **options: Any
+    run: Place | FinetuneRunConfig | None = None,
+    out: Place | None = None,
+    *,
+    progress: bool = True,
+    **options: Any,
 ) -> Conversion:
     """Train a converted model further, to make up for what the conversion lost.
 
@@ -196,10 +208,10 @@ def finetune(
 
 @_with_options_of("prune")
 def prune(
-    model: Any = None,
-    out: Any = None,
+    model: Place | PreTrainedModel | RunConfig | None = None,
+    out: Place | None = None,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Result:
@@ -225,7 +237,9 @@ def prune(
 
 
 @_with_options_of("export")
-def export(run: Any = None, out: Any = None, *, progress: bool = True, **options: Any) -> Result:
+def export(
+    run: Place | None = None, out: Place | None = None, *, progress: bool = True, **options: Any
+) -> Result:
     """Write a finished run in another format or with another number of active experts.
 
     Args:
@@ -248,7 +262,11 @@ def export(run: Any = None, out: Any = None, *, progress: bool = True, **options
 
 @_with_options_of("evaluate")
 def evaluate(
-    model: Any = None, *, tokenizer: Any = None, progress: bool = True, **options: Any
+    model: Place | PreTrainedModel | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | Place | None = None,
+    progress: bool = True,
+    **options: Any,
 ) -> Result:
     """Measure a model: perplexity, benchmark tasks, fidelity to the dense model, samples.
 
@@ -274,7 +292,9 @@ def evaluate(
 
 
 @_with_options_of("bench")
-def bench(dense: Any = None, moe: Any = None, *, progress: bool = True, **options: Any) -> Result:
+def bench(
+    dense: Place | None = None, moe: Place | None = None, *, progress: bool = True, **options: Any
+) -> Result:
     """Compare the speed of a dense model and its MoE.
 
     Args:
