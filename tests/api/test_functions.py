@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +22,7 @@ from dotmoe.cli.arguments import command_options, config_of
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
 from dotmoe.common.progress import warnings_once
+from dotmoe.pipeline import stages
 from runs import TEXT, TINY_CONVERT, refusal, weights_of, words
 
 OPTIONS = {name: value for name, value in TINY_CONVERT.items() if name != "no_repair"}
@@ -106,7 +108,10 @@ def test_a_call_means_what_its_command_line_means(command, given, tmp_path):
         ({"active": "75%"}, "active is '75%', but it must be a number or None."),
         ({"active": 75}, "active is 75, but it must be at most 1. Did you mean 0.75?"),
         ({"repair": "yes"}, "repair is 'yes', but it must be True or False."),
-        ({"targets": "ffns"}, "targets is 'ffns', but it must be 'ffn' or 'attention' or 'both'."),
+        (
+            {"targets": "ffns"},
+            "targets is 'ffns', but it must be one of ffn, attention, both. Did you",
+        ),
         ({"eval_tokens": 2.5}, "eval_tokens is 2.5, but it must be a whole number."),
         ({"data_weights": "a"}, "data_weights is 'a', but it must be a number, or a list of such"),
         ({"lte_steps": 4}, "lte_steps is 4, but it is for method lte alone."),
@@ -252,6 +257,7 @@ def test_results_print_and_show_their_tables(converted, tiny_dense, text_file):
         assert word in " ".join(_Cells(result._repr_html_()).cells)
         assert len(repr(result)) < 8_000
     json.dumps(evaluated)
+    assert str(converted.export) in repr(replace(converted, folder=Path("moved")))
     assert str(converted.export) in repr(converted)
 
 
@@ -274,6 +280,32 @@ def test_progress_is_shown_unless_it_is_off(converted, text_file, capfd):
     assert " of " in capfd.readouterr().err
     dotmoe.evaluate(converted, **options, progress=False)
     assert capfd.readouterr().err == ""
+
+
+def test_other_functions_take_the_result_and_what_is_in_memory(converted, loaded_model, tmp_path):
+    tuned = dotmoe.finetune(
+        converted, tmp_path / "tuned", data=iter([TEXT]), steps=2, batch_size=2, progress=False
+    )
+    assert tuned.results["moe"]["loss"] > 0
+    assert len(list((tmp_path / "tuned/inputs").iterdir())) == 1
+    options = {name: OPTIONS[name] for name in ("seq_len", "eval_tokens", "calibration_tokens")}
+    options |= {"data": [{"text": TEXT}], "progress": False}
+    pruned = dotmoe.prune(out=tmp_path / "pruned", method="wanda_2_4", **loaded_model, **options)
+    assert f"{pruned['pruned']['perplexity']:.2f}" in repr(pruned)
+    options |= {"eval_text": iter([TEXT]), "methods": "random_split", "expert_size": 8}
+    compared = dotmoe.compare(out=tmp_path / "compared", active=0.25, **loaded_model, **options)
+    assert "random_split" in compared._repr_html_()
+    assert len(list((tmp_path / "compared/inputs").iterdir())) == 2
+
+
+def test_inputs_of_a_stopped_run_are_kept(loaded_model, tmp_path, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "export", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        dotmoe.convert(out=tmp_path / "run", data=iter([TEXT]), **loaded_model, **OPTIONS)
+    assert len(list((tmp_path / "run/inputs").iterdir())) == 2
 
 
 def test_a_warning_of_a_call_comes_once(monkeypatch, capsys):

@@ -61,7 +61,7 @@ class Inputs:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
         given = Path(model.name_or_path).name or model.config.model_type
-        name = re.sub(r"[^\w.-]+", "-", given)
+        name = re.sub(r"[^\w.-]+", "-", given, flags=re.ASCII)
         return str(self._named(partial, name, fingerprint(partial), ""))
 
     def config(self, model: Any) -> str:
@@ -109,6 +109,8 @@ class Inputs:
 
     def forget(self) -> None:
         """Remove what was written and no run has begun with, and folders that are empty then."""
+        if not self.written:
+            return
         out = self.folder.parent
         manifests = [*out.glob("manifest.json"), *out.glob("*/manifest.json")]
         known = "".join(path.read_text(encoding="utf-8") for path in manifests)

@@ -208,11 +208,20 @@ def _kinds_by_option(cls: Any) -> dict[str, Any]:
 def _as_held(kind: Any, value: Any, name: str) -> Any:
     """A value as a field of this type holds it."""
     held = _plain(value)
-    if not _fits(held, kind) and not isinstance(held, tuple):
-        held = (held,)  # one value for a field of several
+    if _fits(held, kind):
+        return held
+    held = held if isinstance(held, tuple) else (held,)  # one value for a field of several
     if not _fits(held, kind):
-        raise UserError(f"{name} is {reprlib.repr(value)}, but it must be {_in_words(kind)}.")
+        hint = nearest(str(held[0]), _choices(kind)) if held else ""
+        raise UserError(f"{name} is {reprlib.repr(value)}, but it must be {_in_words(kind)}.{hint}")
     return held
+
+
+def _choices(kind: Any) -> list[str]:
+    """Every word that a value of this type, or a part of it, may be."""
+    if isinstance(kind, str):
+        return [kind]
+    return [word for part in typing.get_args(kind) for word in _choices(part)]
 
 
 def _plain(value: Any) -> Any:
@@ -234,7 +243,7 @@ def _in_words(kind: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_in_words, parts))
     if origin is typing.Literal:
-        return " or ".join(map(repr, parts))
+        return f"one of {', '.join(map(str, parts))}"
     if origin is tuple:
         return f"{_in_words(parts[0])}, or a list of such values"
     return _NAMES.get(kind, str(kind))

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,8 +96,11 @@ class Conversion:
         return shown_as_html(self._parts())
 
     def _parts(self) -> list[Table | str]:
-        places = f"checkpoint  {self.export}\nreport      {self.report}"
-        return [*first_screen(self.folder), places] if self.results else [places]
+        parts = list[Table | str]()
+        if self.results:
+            with suppress(UserError, OSError):  # the folder may have been moved
+                parts += first_screen(self.folder)
+        return [*parts, f"checkpoint  {self.export}\nreport      {self.report}"]
 
 
 class Run:
