@@ -117,6 +117,7 @@ def test_a_call_means_what_its_command_line_means(command, given, tmp_path):
         ({"lte_steps": 4}, "lte_steps is 4, but it is for method lte alone."),
         ({"recipe": "defalt"}, "Did you mean default?"),
         ({"data": 3}, "data is a int, but must be a source"),
+        ({"data": datasets.DatasetDict()}, "Of a DatasetDict, name one split."),
         ({"data": []}, "data has no rows. Give texts, or leave data out."),
         ({"data": iter(())}, "data has no rows."),
         ({"data": ["a.txt", "Once there was a cat."]}, "names of sources, such as 'a.txt', and"),
@@ -140,13 +141,20 @@ def test_a_bad_call_says_so_in_one_line_and_writes_nothing(options, message, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_loaded_model_needs_its_tokenizer_and_all_of_its_weights(loaded_model, tmp_path):
+def test_a_loaded_model_needs_its_tokenizer_and_all_of_its_weights(
+    loaded_model, tmp_path, monkeypatch
+):
     out = {"out": tmp_path / "out", "progress": False}
     assert "tokenizer=" in refusal(dotmoe.convert, loaded_model["model"], **out)
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(loaded_model["model"].config)
     tokenizer = {"tokenizer": loaded_model["tokenizer"]}
     assert "not all in memory" in refusal(dotmoe.convert, hollow, **tokenizer, **out)
+    own = loaded_model["model"].generation_config
+    monkeypatch.setattr(own, "temperature", 0.5)
+    monkeypatch.setattr(own, "do_sample", False)
+    monkeypatch.setattr(own, "early_stopping", "sometimes")
+    assert "cannot save" in refusal(dotmoe.convert, **loaded_model, **out)
     assert not list(tmp_path.iterdir())
 
 

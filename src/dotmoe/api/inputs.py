@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from dotmoe.common.distributed import require_one_process
-from dotmoe.common.errors import UserError
+from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import remove, sha256_of
 from dotmoe.models.identity import fingerprint
 from dotmoe.models.stock import quiet_transformers
@@ -57,9 +57,15 @@ class Inputs:
             raise UserError(f"model is a {type(model).__name__} without a tokenizer. {_TOKENIZER}")
         partial = self._partial()
         partial.mkdir()
-        with quiet_transformers():
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+        try:
+            with quiet_transformers():
+                model.save_pretrained(partial)
+                tokenizer.save_pretrained(partial)
+        except (ValueError, RuntimeError) as error:  # such as an invalid generation_config
+            raise UserError(
+                f"model is a {type(model).__name__} that Transformers cannot save "
+                f"({one_line(error)}). Mend that, or give its folder or hub name."
+            ) from error
         given = Path(model.name_or_path).name or model.config.model_type
         name = re.sub(r"[^\w.-]+", "-", given, flags=re.ASCII)
         return str(self._named(partial, name, fingerprint(partial), ""))
