@@ -181,7 +181,7 @@ def main() -> None:
         if not settings.wants(row):
             continue
         print(f"{row}:", flush=True)
-        convert(replace(config, out=str(out(row))), Progress())
+        convert(replace(config, out=str(out(row))))
         rows[row] = closeness(out(row), settings, texts)
     for source in REPAIRS:
         row = f"{source}, finetuned"
@@ -192,7 +192,7 @@ def main() -> None:
         steps = replace(tuning.finetune, steps=settings.steps, batch_size=settings.batch_size)
         data = replace(tuning.data, seq_len=settings.seq_len)
         tuning = replace(tuning, finetune=steps, data=data, load=settings.load, seed=settings.seed)
-        finetune(tuning, Progress())
+        finetune(tuning)
         rows[row] = closeness(out(row), settings, texts)
     for measured in rows.values():
         for name, found in measured.items():

@@ -14,7 +14,7 @@ import torch
 
 from dotmoe import finetune
 from dotmoe.cli import COMMANDS
-from dotmoe.cli.arguments import _CONFIGS, command_options, config_of
+from dotmoe.cli.arguments import CONFIGS, command_options, config_of
 from dotmoe.cli.entry import message_of
 from dotmoe.common.errors import UserError
 from dotmoe.export.architectures import FORMATS
@@ -236,7 +236,7 @@ def test_every_option_of_a_table_of_needs_exists_and_help_tells_what_it_needs(co
     for name in COMMANDS:
         text = " ".join(command(name, "--help-all").out.split())
         options = {option.name for option in command_options(name)}
-        for need in getattr(_CONFIGS[name], "needs", ()):
+        for need in getattr(CONFIGS[name], "needs", ()):
             assert {*need.options} <= options
             assert text.count(f"Only with {need.needs}.") >= len(need.options)
 

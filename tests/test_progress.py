@@ -1,5 +1,6 @@
 """Lines and bars on standard error. Oracle: the text itself."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -37,3 +38,24 @@ def test_without_a_terminal_lines_tell_speed_and_time_left(clock, capsys):
         "align: 21 of 100, 32 tokens/s, 0:02:38 left, kl 1",
     ]
     assert lines[-1] == "align: 100 of 100, 32 tokens/s, kl 1"
+
+
+def test_a_notebook_shows_one_bar_that_moves(clock, monkeypatch):
+    shown = []
+    display = SimpleNamespace(update=shown.append)
+    notebook = SimpleNamespace(HTML=str, display=lambda *_, **__: display)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=notebook))
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    progress = Progress()
+    progress.console.is_jupyter = True
+    with progress.bar("<align>") as update:
+        for step in range(1, 11):
+            update(step, 10, "kl 1")
+            clock.now += 0.1
+    values = [int(text.split('value="')[1].split('"')[0]) for text in shown]
+    assert values == [1, 4, 7, 10]
+    assert shown[-1].startswith('<progress value="10" max="10"></progress> &lt;align&gt;: 10 of 10')
+    progress.console.quiet = True
+    with progress.bar("quiet") as update:
+        update(1, 1)
+    assert len(shown) == 4

@@ -4,22 +4,30 @@ Example::
 
     import dotmoe
 
-    config = dotmoe.recipe("quickstart", out="run")
-    print(dotmoe.convert(config).results)
-    config = dotmoe.finetune_recipe("small", run="run", out="finetuned")
-    print(dotmoe.finetune(config).results)
+    run = dotmoe.convert("embedded", "run", data="python-stdlib", active=0.75, expert_size=16)
+    print(run)
+    print(dotmoe.evaluate(run, text="python-stdlib-heldout", max_tokens=4096))
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dotmoe.api.functions import (
+        bench,
+        compare,
+        convert,
+        evaluate,
+        export,
+        finetune,
+        inspect,
+        prune,
+    )
+    from dotmoe.api.results import Result
     from dotmoe.common.errors import UserError
     from dotmoe.method.config import FinetuneConfig
     from dotmoe.method.layout import ExpertLayout
     from dotmoe.models.config import LoadConfig
-    from dotmoe.pipeline.convert import convert
-    from dotmoe.pipeline.finetune import finetune
     from dotmoe.pipeline.stages import Conversion
     from dotmoe.run.config import FinetuneRunConfig, RunConfig, finetune_recipe, recipe
     from dotmoe.text.config import DataConfig
@@ -34,27 +42,43 @@ __all__ = [
     "FinetuneConfig",
     "FinetuneRunConfig",
     "LoadConfig",
+    "Result",
     "RunConfig",
     "TrainingConfig",
     "UserError",
+    "bench",
+    "compare",
     "convert",
+    "evaluate",
+    "export",
     "finetune",
     "finetune_recipe",
+    "inspect",
+    "prune",
     "recipe",
 ]
 
+_FUNCTIONS = (
+    *("bench", "compare", "convert", "evaluate"),
+    *("export", "finetune", "inspect", "prune"),
+)
 _HOMES = {
+    "api.functions": _FUNCTIONS,
+    "api.results": ("Result",),
     "run.config": ("FinetuneRunConfig", "RunConfig", "finetune_recipe", "recipe"),
     "text.config": ("DataConfig",),
     "common.errors": ("UserError",),
     "method.config": ("FinetuneConfig",),
     "method.layout": ("ExpertLayout",),
     "models.config": ("LoadConfig",),
-    "pipeline.convert": ("convert",),
-    "pipeline.finetune": ("finetune",),
     "pipeline.stages": ("Conversion",),
     "training.config": ("TrainingConfig",),
 }
+
+# A function and a folder of modules are both named `export`. Python sets the attribute to the
+# folder when it first imports it, so this is done here, once, and undone.
+importlib.import_module("dotmoe.export")
+del globals()["export"]
 
 
 def __getattr__(name: str) -> Any:
@@ -63,3 +87,8 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(importlib.import_module(f"dotmoe.{home}"), name)
     raise AttributeError(f"module 'dotmoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, for tab completion."""
+    return sorted([*__all__, "__version__"])

@@ -17,6 +17,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
+from dotmoe.export import llama_cpp
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.write import export
 from dotmoe.measure.config import TextConfig
@@ -291,7 +292,7 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
         return evaluate(config)["perplexity"]
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("dotmoe.export.llama_cpp.LlamaCppModel", even_chances)
+    monkeypatch.setattr(llama_cpp, "LlamaCppModel", even_chances)
     assert dense.tokenizer.model_max_length == 256
     found = measured()
     assert (contexts, found["window"]) == ([64], 64)

@@ -181,7 +181,7 @@ def test_a_file_that_llama_cpp_dies_of_is_kept_unverified(answers, write, tmp_pa
     alive = MagicMock()
     alive.__enter__.return_value.logits = lambda tokens_T: torch.zeros(len(tokens_T), 264)
     models = [alive] * answers + [WorkerDiedError("llama.cpp ended with SIGKILL")]
-    monkeypatch.setattr("dotmoe.export.gguf_file.PROBES", ())  # of the tokenizer
+    monkeypatch.setattr(gguf_file, "PROBES", ())  # of the tokenizer
     monkeypatch.setattr(llama_cpp, "is_installed", lambda: True)
     monkeypatch.setattr(llama_cpp, "LlamaCppModel", Mock(side_effect=models))
     with pytest.raises(VerificationError, match=r"SIGKILL The .* export is kept as .*out_"):

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
-from dotmoe.common.tables import in_about
+from dotmoe.common.tables import in_about, to_rich
 from dotmoe.measure.inspection import chosen_in_time, stored_dtype
-from dotmoe.measure.inspection.tables import render
+from dotmoe.measure.inspection.tables import tables_of
 from dotmoe.method.config import RepairConfig
 from dotmoe.run.config import recipe
 from runs import TINY_FINETUNE, TinyRun, slow_but, with_an_outlier
@@ -38,7 +38,7 @@ def itemised(found):
 
 def shown(found):
     console = Console(file=io.StringIO(), width=80)
-    console.print(render(found))
+    console.print(*map(to_rich, tables_of(found)))
     return console.file.getvalue()
 
 

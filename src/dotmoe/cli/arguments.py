@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from dotmoe.cli import help as help_texts
-from dotmoe.cli.options import Option, built, options_of, summary_of
+from dotmoe.cli.options import Option, options_of, summary_of
 from dotmoe.cli.table import COMMANDS
 from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.files import DamagedError, read_json
-from dotmoe.common.options import check, from_values, marked_fields
+from dotmoe.common.options import built, check, from_values, marked_fields
 from dotmoe.measure import config as measuring
 from dotmoe.run import config as running
 from dotmoe.run.config import RECIPES, RunConfig, recipe_of
@@ -27,7 +27,7 @@ from dotmoe.run.config import RECIPES, RunConfig, recipe_of
 Config = TypeVar("Config")
 
 _HELP = ("-h", "--help", "--help-all")
-_CONFIGS = {
+CONFIGS = {
     "quickstart": running.QuickstartConfig,
     "inspect": measuring.InspectConfig,
     "convert": running.RunConfig,
@@ -66,8 +66,8 @@ def config_of(command: str, line: Sequence[str]) -> Any:
             print(_help(command, words, is_whole="--help-all" in asked))
             raise SystemExit(0)
         given = _sorted(words, options)
-        start, named = _start(command, given.options)
-        config = _config(f"dotmoe {command}", _CONFIGS[command], options, words, start, named)
+        start, named = start_of(command, given.options)
+        config = _config(f"dotmoe {command}", CONFIGS[command], options, words, start, named)
     except UserError as error:
         raise UserError(f"{error} See dotmoe {command} --help.") from error
     check(config, given.options)
@@ -116,10 +116,10 @@ def as_typed(message: str, command: str, line: Sequence[str]) -> str:
 @lru_cache
 def command_options(command: str) -> tuple[Option, ...]:
     """All options of a command, those of its arguments and of its start first."""
-    return _with_start(command, tuple(options_of(_CONFIGS[command])))
+    return with_start(command, tuple(options_of(CONFIGS[command])))
 
 
-def _with_start(command: str, options: tuple[Option, ...]) -> tuple[Option, ...]:
+def with_start(command: str, options: tuple[Option, ...]) -> tuple[Option, ...]:
     """Options of a command's config, with --recipe and --config if it has recipes."""
     recipes = COMMANDS[command].recipes
     if recipes is None:
@@ -203,7 +203,7 @@ def _sorted(words: Sequence[str], options: Sequence[Option]) -> _Words:
     return _Words(vars(given), [word for word in arguments if word != "--"])
 
 
-def _start(command: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+def start_of(command: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     """The config of --recipe or --config as one of the command, and the arguments that it names."""
     recipes = COMMANDS[command].recipes
     if recipes is None:
@@ -225,7 +225,7 @@ def _start(command: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
         values["method"] = "dot_moe"
     if command == "inspect":
         values["out"] = ""
-    return _CONFIGS[command](**values), named
+    return CONFIGS[command](**values), named
 
 
 def _config(
@@ -301,14 +301,14 @@ def _too_many(extra: str, words: Sequence[str], options: Sequence[Option]) -> st
 
 def _help(command: str, words: Sequence[str], *, is_whole: bool) -> str:
     """The help of a command, with the defaults of the recipe among the words."""
-    about, cls = COMMANDS[command], _CONFIGS[command]
-    start, _ = _start(command, {})
+    about, cls = COMMANDS[command], CONFIGS[command]
+    start, _ = start_of(command, {})
     with suppress(UserError):
-        start, _ = _start(command, _sorted(words, command_options(command)).options)
+        start, _ = start_of(command, _sorted(words, command_options(command)).options)
     return help_texts.of_options(
         f"dotmoe {command}",
         [about.help, *about.notes],
-        _with_start(command, tuple(options_of(cls, start))),
+        with_start(command, tuple(options_of(cls, start))),
         _groups(cls),
         getattr(cls, "needs", ()),
         () if is_whole else about.common,

@@ -5,7 +5,6 @@ Importing this imports everything, which takes seconds: it comes after a line is
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,14 @@ from dotmoe.measure import bench
 from dotmoe.measure import config as measuring
 from dotmoe.measure.analyse import UTILISATION, analyse
 from dotmoe.measure.evaluate import MEASUREMENTS, evaluate
-from dotmoe.measure.evaluate.models import gguf_file
-from dotmoe.measure.inspection import inspect_model, stored_dtype
-from dotmoe.measure.inspection.tables import render
+from dotmoe.measure.inspection import plan_of
+from dotmoe.measure.inspection.tables import tables_of
 from dotmoe.measure.report import page
-from dotmoe.models.load import dense_config
 from dotmoe.pipeline.compare import compare
 from dotmoe.pipeline.convert import convert
 from dotmoe.pipeline.finetune import finetune
-from dotmoe.pipeline.reexport import reexport
-from dotmoe.pipeline.rows import table
+from dotmoe.pipeline.reexport import reexport, said_of_export
+from dotmoe.pipeline.rows import said_of_comparison
 from dotmoe.pipeline.stages import Conversion
 from dotmoe.run import config as running
 
@@ -52,13 +49,11 @@ def run_quickstart(config: running.QuickstartConfig) -> None:
 
 
 def run_inspect(config: measuring.InspectConfig) -> None:
-    dense, folder = dense_config(config.model)
-    plan = inspect_model(dense, config, stored=stored_dtype(dense, folder))
-    plan = {"model": config.model, **plan}
+    plan = plan_of(config)
     if config.json:
         print(json.dumps(plan, indent=2))
     else:
-        _show(render(plan))
+        _show(*map(to_rich, tables_of(plan)))
 
 
 def run_convert(config: running.RunConfig) -> None:
@@ -76,9 +71,8 @@ def _show_conversion(conversion: Conversion) -> None:
 
 def run_compare(config: running.CompareConfig) -> None:
     summary = compare(config, Progress())
-    text = f"{', '.join(summary['text'])}: {summary['protocol']}"
-    files = f"all columns are in compare.md in {config.out}, beside compare.json and the runs"
-    _show(to_rich(table(summary, brief=True)), text, files)
+    shown, *texts = said_of_comparison(summary, config.out)
+    _show(to_rich(shown), *texts)
     if failed := summary["left_out"]:
         raise UserError(
             f"{len(failed)} runs failed: {', '.join(failed)}. The table says why; the others are "
@@ -89,16 +83,7 @@ def run_compare(config: running.CompareConfig) -> None:
 def run_export(config: running.ReexportConfig) -> None:
     with Progress().bar("export") as update:
         record = reexport(config, update)
-    split = "dense"
-    if record.num_experts:
-        split = f"{record.active_experts} of {record.num_experts} experts"
-    was_run = (record.verification or {}).get("run", True)  # None: a GGUF without llama.cpp
-    verified = "verified" if was_run else "its bytes verified; not run without llama-cpp-python"
-    _show(
-        f"{config.out}: {record.format}, {split}, "
-        f"{record.total_bytes:,} bytes in {record.dtype}, {verified}.",
-        *(f"- {note}" for note in record.notes),
-    )
+    _show(*said_of_export(record, config.out))
 
 
 def run_evaluate(config: measuring.EvaluateConfig) -> None:
@@ -119,9 +104,8 @@ def run_analyse(config: measuring.AnalyseConfig) -> None:
 
 
 def run_bench(config: measuring.BenchConfig) -> None:
-    dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
     with Progress().bar("bench") as update:
-        result = bench.bench(replace(config, dense=dense, moe=moe), update)
+        result = bench.bench(config, update)
     if config.json:
         print(json.dumps(result, indent=2))
     else:

@@ -76,19 +76,17 @@ def _dispatch(name: str, words: Sequence[str]) -> None:
 def _run_command(name: str, words: Sequence[str]) -> None:
     from dotmoe.cli.arguments import as_typed, config_of
 
-    handler, seen = _ToStandardError(), dict[str, logging.LogRecord]()
-    # A command may load a model three times, but warns of it once.
-    handler.addFilter(lambda record: seen.setdefault(record.getMessage(), record) is record)
-    logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler])
+    logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[_ToStandardError()])
     try:
         config = config_of(name, words)
         from dotmoe.cli import commands
         from dotmoe.common.distributed import require_one_process
+        from dotmoe.common.progress import warnings_once
         from dotmoe.models.stock import quiet_transformers
 
         if not COMMANDS[name].is_shared:
             require_one_process(f"dotmoe {name}")
-        with quiet_transformers():
+        with quiet_transformers(), warnings_once():
             getattr(commands, f"run_{name}")(config)
     except UserError as error:
         error.args = (as_typed(str(error), name, words),)

@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from dotmoe.common.errors import UserError, nearest
-from dotmoe.common.options import ARGUMENT, HIDDEN, Need, Shown, marked_fields
+from dotmoe.common.options import (
+    ARGUMENT,
+    HIDDEN,
+    REQUIRED,
+    Need,
+    Shown,
+    defaults_of,
+    marked_fields,
+)
 
-REQUIRED = dataclasses.MISSING
-"""Default of an option that has none."""
 _WORDS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
 _KINDS = {int: "a whole number", float: "a number", Path: "a path"}
 _MOST_CHOICES = 40
@@ -132,7 +138,7 @@ class Option(NamedTuple):
 def options_of(cls: Any, start: Any = None, group: str = "") -> Iterator[Option]:
     """Yield the options of a config class in order; `start` is a config with their defaults."""
     texts = texts_of(cls)
-    own_defaults, defaults = _defaults(cls, None), _defaults(cls, start)
+    own_defaults, defaults = defaults_of(cls, None), defaults_of(cls, start)
     nested = list[tuple[Any, Any, str]]()
     for name, kind, marks in marked_fields(cls):
         if HIDDEN in marks:
@@ -158,21 +164,6 @@ def options_of(cls: Any, start: Any = None, group: str = "") -> Iterator[Option]
         )
     for kind, default, name in nested:
         yield from options_of(kind, None if default is REQUIRED else default, name)
-
-
-def built(cls: Any, start: Any, values: dict[str, Any]) -> Any:
-    """A config of a class: these values by the names of options, the others as in `start`."""
-    found = dict[str, Any]()
-    defaults = _defaults(cls, start)
-    for name, kind, _ in marked_fields(cls):
-        if dataclasses.is_dataclass(kind):
-            inner = None if defaults[name] is REQUIRED else defaults[name]
-            found[name] = built(kind, inner, values)
-        elif name in values:
-            found[name] = values[name]
-        elif defaults[name] is not REQUIRED:
-            found[name] = defaults[name]
-    return cls(**found)
 
 
 def summary_of(cls: Any) -> str:
@@ -207,19 +198,6 @@ def _class_body(cls: type) -> list[ast.stmt]:
 @lru_cache
 def _module_tree(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[module]))
-
-
-def _defaults(cls: Any, start: Any) -> dict[str, Any]:
-    """Default of each field: that of a config, or of the class; `REQUIRED` if there is none."""
-    found = dict[str, Any]()
-    for field in dataclasses.fields(cls):
-        if start is not None:
-            found[field.name] = getattr(start, field.name)
-        elif field.default_factory is not REQUIRED:
-            found[field.name] = field.default_factory()
-        else:
-            found[field.name] = field.default
-    return found
 
 
 def _parts(kind: Any) -> Iterator[Any]:

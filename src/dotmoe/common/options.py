@@ -9,9 +9,11 @@ an effect only together with others are in the table `needs` of the config of a 
 import dataclasses
 import json
 import math
+import os
+import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -27,6 +29,9 @@ ARGUMENT = object()
 """Marks a field that a command line gives by its place, not by its name."""
 HIDDEN = object()
 """Marks a field that is no option of the command line."""
+
+REQUIRED = dataclasses.MISSING
+"""Default of an option that has none."""
 
 Config = TypeVar("Config")
 
@@ -150,6 +155,111 @@ def _require_in_range(name: str, number: float, marks: Iterable[Any]) -> None:
             is_share = mark.words == "at most 1" and 10 <= number <= 100
             hint = f" Did you mean {number / 100:g}?" if is_share else ""
             raise UserError(f"{name} is {number}, but it must be {mark.words}.{hint}")
+
+
+def defaults_of(cls: Any, start: Any) -> dict[str, Any]:
+    """Default of each field: that of a config, or of the class; `REQUIRED` if there is none."""
+    found = dict[str, Any]()
+    for field in fields(cls):
+        if start is not None:
+            found[field.name] = getattr(start, field.name)
+        elif field.default_factory is not REQUIRED:
+            found[field.name] = field.default_factory()
+        else:
+            found[field.name] = field.default
+    return found
+
+
+def built(cls: Any, start: Any, values: dict[str, Any]) -> Any:
+    """A config of a class: these values by the names of options, the others as in `start`."""
+    found = dict[str, Any]()
+    defaults = defaults_of(cls, start)
+    for name, kind, _ in marked_fields(cls):
+        if dataclasses.is_dataclass(kind):
+            inner = None if defaults[name] is REQUIRED else defaults[name]
+            found[name] = built(kind, inner, values)
+        elif name in values:
+            found[name] = values[name]
+        elif defaults[name] is not REQUIRED:
+            found[name] = defaults[name]
+    return cls(**found)
+
+
+def in_python(cls: Any, values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Values that Python code gave, by the names of options, as the fields of a config hold them.
+
+    A path becomes text, a list or one value for a field of several becomes a tuple. Raises a
+    `UserError` for a name that is no option of `place`, and for a value of a wrong type.
+    """
+    kinds = _kinds_by_option(cls)
+    found = dict[str, Any]()
+    for name, value in values.items():
+        if name not in kinds:
+            hint = nearest(name, kinds) or " Leave it out."
+            raise UserError(f"{name} is no option of {place}.{hint}")
+        found[name] = _as_held(kinds[name], value, name)
+    return found
+
+
+def _kinds_by_option(cls: Any) -> dict[str, Any]:
+    """Type of each field by the name of its option, with those of nested configs."""
+    kinds = dict[str, Any]()
+    for name, kind, _ in marked_fields(cls):
+        kinds |= _kinds_by_option(kind) if dataclasses.is_dataclass(kind) else {name: kind}
+    return kinds
+
+
+def _as_held(kind: Any, value: Any, name: str) -> Any:
+    """A value as a field of this type holds it."""
+    held = _plain(value)
+    if _fits(held, kind):
+        return held
+    held = held if isinstance(held, tuple) else (held,)  # one value for a field of several
+    if not _fits(held, kind):
+        hint = nearest(str(held[0]), _choices(kind)) if held else ""
+        raise UserError(f"{name} is {reprlib.repr(value)}, but it must be {_in_words(kind)}.{hint}")
+    return held
+
+
+def _choices(kind: Any) -> list[str]:
+    """Every word that a value of this type, or a part of it, may be."""
+    if isinstance(kind, str):
+        return [kind]
+    return [word for part in typing.get_args(kind) for word in _choices(part)]
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, lists and ranges as tuples, numbers of NumPy and tensors as plain ones."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple | range):
+        return tuple(_plain(item) for item in value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
+
+
+def _in_words(kind: Any) -> str:
+    """What a value of a type is: `a number or None`."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _in_words(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_in_words, parts))
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if origin is tuple:
+        return f"{_in_words(parts[0])}, or a list of such values"
+    return _NAMES.get(kind, str(kind))
+
+
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text or a path",
+    bool: "True or False",
+    types.NoneType: "None",
+}
 
 
 def checked(config: Config) -> Config:

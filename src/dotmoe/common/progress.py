@@ -1,5 +1,7 @@
 """Lines and progress bars on standard error while a command runs."""
 
+import html
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -24,6 +26,49 @@ class Update(Protocol):
 
 def no_update(done: int, total: int, note: str = "") -> None:
     """An `Update` that shows nothing."""
+
+
+@contextmanager
+def warnings_once() -> Iterator[None]:
+    """Within this context, log records of the same text are shown once.
+
+    One call may load a model three times, but warns of it once.
+    """
+    said = dict[str, logging.LogRecord]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        return said.setdefault(record.getMessage(), record) is record
+
+    shown = [*logging.root.handlers]
+    if not shown and logging.lastResort is not None:
+        shown = [logging.lastResort]
+    for handler in shown:
+        handler.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for handler in shown:
+            handler.removeFilter(is_new)
+
+
+class _NotebookBar:
+    """A progress bar as HTML below the cell of a notebook, without widgets."""
+
+    def __init__(self, title: str) -> None:
+        from IPython.display import HTML, display  # a notebook has it
+
+        self.title, self._html = title, HTML
+        self._cell = display(HTML(""), display_id=True)
+        self._next = -math.inf
+
+    def show(self, done: int, total: int, note: str) -> None:
+        """Move the bar, at most four times a second."""
+        if time.monotonic() < self._next and done < total:
+            return
+        self._next = time.monotonic() + 0.25
+        words = html.escape(f"{self.title}: {done:,} of {total:,} {note}".rstrip())
+        bar = f'<progress value="{done}" max="{max(total, 1)}"></progress> {words}'
+        self._cell.update(self._html(bar))
 
 
 class Progress:
@@ -56,6 +101,8 @@ class Progress:
             progress.TextColumn("{task.fields[note]}", markup=False),
         )
         is_shown, next_line = self.console.is_terminal, -math.inf
+        is_in_notebook = self.console.is_jupyter and not self.console.quiet
+        cell = _NotebookBar(title) if is_in_notebook else None
         with progress.Progress(
             *columns,
             console=self.console,
@@ -76,12 +123,15 @@ class Progress:
                 speed, elapsed = task.speed, task.elapsed or 0.0
                 rate = f"{tokens * speed:,.0f} tokens/s" if tokens and speed else ""
                 bars.update(number, note=f"{rate} {note}".strip())
+                left = task.time_remaining
+                words = f"{timedelta(seconds=left)} left" if left else ""
+                parts = [rate, words, note]
+                if cell:
+                    cell.show(done, total, ", ".join(filter(None, parts)))
+                    return
                 if is_shown or (time.monotonic() < next_line and done < total):
                     return
                 next_line = time.monotonic() + min(300.0, max(10.0, elapsed / 10))
-                left = task.time_remaining
-                words = f"{timedelta(seconds=left)} left" if left else ""
-                parts = [f"{title}: {done:,} of {total:,}", rate, words, note]
-                self.log(", ".join(part for part in parts if part))
+                self.log(", ".join(filter(None, [f"{title}: {done:,} of {total:,}", *parts])))
 
             yield update

@@ -1,10 +1,12 @@
 """Tables of formatted text for a terminal, Markdown and the report; number formats."""
 
+import html
 import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 from rich import box
@@ -113,6 +115,49 @@ def to_markdown(table: Table) -> str:
     lines = [f"| {' | '.join(row)} |" for row in [table.columns, rules, *cells]]
     parts = (table.title, "\n".join(lines), table.note)
     return without_html("\n\n".join(part for part in parts if part))
+
+
+def shown_as_text(parts: Iterable[Table | str]) -> str:
+    """Tables and paragraphs as plain text, as wide as the terminal."""
+    console = Console(file=StringIO(), color_system=None, force_jupyter=False, markup=False)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(to_rich(part) if isinstance(part, Table) else whole_line(part))
+    lines = captured.get().splitlines()
+    return "\n".join(line.rstrip() for line in lines).strip("\n")
+
+
+def shown_as_html(parts: Iterable[Table | str]) -> str:
+    """Tables and paragraphs as HTML."""
+    return "\n".join(
+        _to_html(part) if isinstance(part, Table) else f"<p>{_html_text(part)}</p>"
+        for part in parts
+    )
+
+
+def _to_html(table: Table) -> str:
+    """One table as HTML, its title as the caption and its note below as a paragraph."""
+    rows = [_html_row("td", row, table.words) for row in table.rows]
+    if any(table.columns):
+        rows = [_html_row("th", table.columns, table.words), *rows]
+    caption = f"<caption>{_html_text(table.title)}</caption>" if table.title else ""
+    note = f"<p>{_html_text(table.note)}</p>" if table.note else ""
+    return "\n".join(["<table>", caption, *rows, "</table>", note])
+
+
+def _html_row(kind: str, cells: Sequence[str | None], words: int) -> str:
+    """One row: cells of text to the left, numbers to the right."""
+    made = list[str]()
+    for index, cell in enumerate(cells):
+        side = "left" if index < words else "right"
+        text = "-" if cell is None else _html_text(cell)
+        made.append(f'<{kind} style="text-align: {side}">{text}</{kind}>')
+    return f"<tr>{''.join(made)}</tr>"
+
+
+def _html_text(text: str) -> str:
+    """Text as HTML, its lines kept."""
+    return html.escape(text).replace("\n", "<br>")
 
 
 def without_html(value: Any) -> str:

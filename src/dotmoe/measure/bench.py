@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ from dotmoe.common.worker import Worker
 from dotmoe.export.llama_cpp import Runtime
 from dotmoe.export.record import require_checksums
 from dotmoe.measure.config import BenchConfig, in_context
-from dotmoe.measure.evaluate.models import loaded, model_folder
+from dotmoe.measure.evaluate.models import gguf_file, loaded, model_folder
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.hooks import cached
 from dotmoe.models.identity import FINGERPRINT, fingerprint
@@ -58,6 +58,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     is no such model or device, or no llama.cpp; if the context is too long, or memory too small.
     """
     config = checked(config)
+    dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
+    config = replace(config, dense=dense, moe=moe)
     in_gguf = config.moe.lower().endswith(".gguf")
     if in_gguf and not config.dense.lower().endswith(".gguf"):
         raise UserError(

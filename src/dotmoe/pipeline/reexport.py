@@ -33,3 +33,17 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     return export(
         dense, layouts, out, config.export, tokens_BT, origin=origin, on_progress=on_progress
     )
+
+
+def said_of_export(record: ExportRecord, out: str) -> list[str]:
+    """What is said of a new export: its format, size and check, and the notes for serving it."""
+    split = "dense"
+    if record.num_experts:
+        split = f"{record.active_experts} of {record.num_experts} experts"
+    was_run = (record.verification or {}).get("run", True)  # None: a GGUF without llama.cpp
+    verified = "verified" if was_run else "its bytes verified; not run without llama-cpp-python"
+    line = (
+        f"{out}: {record.format}, {split}, "
+        f"{record.total_bytes:,} bytes in {record.dtype}, {verified}."
+    )
+    return [line, *(f"- {note}" for note in record.notes)]

@@ -180,6 +180,13 @@ def table(summary: Mapping[str, Any], *, brief: bool = False) -> Table:
     return made
 
 
+def said_of_comparison(summary: Mapping[str, Any], out: str) -> tuple[Table, str, str]:
+    """What is shown of a comparison: its table, what it was measured on, and where the rest is."""
+    text = f"{', '.join(summary['text'])}: {summary['protocol']}"
+    files = f"all columns are in compare.md in {out}, beside compare.json and the runs"
+    return table(summary, brief=True), text, files
+
+
 def _notes(summary: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     """Sentences below the table."""
     dense, *others = rows

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.options import values_of
 from dotmoe.common.progress import Progress
-from dotmoe.common.tables import in_bytes
+from dotmoe.common.tables import Table, in_bytes, shown_as_html, shown_as_text
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.export.write import export
 from dotmoe.measure.evaluate import perplexity
@@ -37,7 +37,7 @@ from dotmoe.measure.evaluate.own_answers import (
 )
 from dotmoe.measure.inspection.planner import fit_to_memory
 from dotmoe.measure.inspection.sizes import Sizes, Step
-from dotmoe.measure.report.page import html_report
+from dotmoe.measure.report.page import first_screen, html_report
 from dotmoe.method.config import AlignConfig, FinetuneConfig, ObjectiveConfig
 from dotmoe.method.granularity import Splits, to_record
 from dotmoe.method.layout import (
@@ -89,6 +89,25 @@ class Conversion:
     """HTML page on what the conversion lost and gained; `report.md` is the same without plot."""
     results: dict[str, Any]
     """Contents of `6_evaluate/results.json`; empty on ranks other than rank zero."""
+
+    def __fspath__(self) -> str:
+        """The run folder, so that a conversion can be given where a path is asked for."""
+        return str(self.folder)
+
+    def __repr__(self) -> str:
+        """The table of the report's first screen, and where the files are."""
+        return shown_as_text(self._parts())
+
+    def _repr_html_(self) -> str:
+        """As `__repr__`, for notebooks."""
+        return shown_as_html(self._parts())
+
+    def _parts(self) -> list[Table | str]:
+        parts = list[Table | str]()
+        if self.results:
+            with suppress(UserError, OSError):  # the folder may have been moved
+                parts += first_screen(self.folder)
+        return [*parts, f"checkpoint  {self.export}\nreport      {self.report}"]
 
 
 class Run:

@@ -1,6 +1,6 @@
 """Configs of whole runs, made up of the configs of their stages; rules across stages; recipes."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from dotmoe.common.errors import UserError, nearest
@@ -11,7 +11,9 @@ from dotmoe.common.options import (
     Need,
     Shown,
     at_least,
+    built,
     changed,
+    in_python,
     require_effect,
 )
 from dotmoe.export.config import ExportConfig, GgufConfig
@@ -295,21 +297,34 @@ def recipe_of(command: str, name: str | None = None) -> AnyRunConfig:
     return recipes[name]
 
 
-def recipe(name: str = "default", **changes: Any) -> RunConfig:
-    """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`.
+def recipe(name: str = "default", **options: Any) -> RunConfig:
+    """A named recipe of a conversion with options replaced, such as `model`, `out` and `active`.
 
-    Raises a `UserError` for a change that has no effect, such as `lte_steps` without that method.
+    Options have the names of the command line with underscores. A whole group of them can be given
+    as its config, such as `data=DataConfig(...)`.
+
+    Raises:
+        UserError: There is no such recipe or option, or an option has a wrong type or no effect,
+            such as `lte_steps` without that method.
     """
-    return cast(RunConfig, _changed("convert", name, changes))
+    return cast(RunConfig, _changed("convert", name, options, "dotmoe.recipe"))
 
 
-def finetune_recipe(name: str = "default", **changes: Any) -> FinetuneRunConfig:
-    """As `recipe`, for a finetuning: fields of `FinetuneRunConfig`, such as `run` and `out`."""
-    return cast(FinetuneRunConfig, _changed("finetune", name, changes))
+def finetune_recipe(name: str = "default", **options: Any) -> FinetuneRunConfig:
+    """As `recipe`, for a finetuning: `run`, `out` and the options of `dotmoe finetune`."""
+    return cast(FinetuneRunConfig, _changed("finetune", name, options, "dotmoe.finetune_recipe"))
 
 
-def _changed(command: str, name: str, changes: dict[str, Any]) -> AnyRunConfig:
+def _changed(command: str, name: str, options: dict[str, Any], place: str) -> AnyRunConfig:
     start = recipe_of(command, name)
-    config = replace(start, **changes)
+    groups = {each.name: getattr(start, each.name) for each in fields(start)}
+    whole: dict[str, Any] = {
+        name: value
+        for name, value in options.items()
+        if name in groups and is_dataclass(value) and type(value) is type(groups[name])
+    }
+    single = {name: value for name, value in options.items() if name not in whole}
+    base = replace(start, **whole)
+    config = built(type(base), base, in_python(type(base), single, place))
     require_effect(config, changed(config, start))
-    return config
+    return cast(AnyRunConfig, config)

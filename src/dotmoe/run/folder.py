@@ -59,6 +59,9 @@ STAGES = {
 RESULTS = "results.json"
 """The file that the evaluate stage writes; others in its folder come from other commands."""
 
+INPUTS = "inputs"
+"""Folder with the models and texts that Python code gave in memory; `convert` can fill it first."""
+
 _CHANGED = {
     "model": "with another model of that name: its files have changed since. Restore them",
     "text": "with other text of that name: its files have changed since. Restore them",
@@ -278,6 +281,10 @@ class RunFolder:
                     "delete the folder."
                 )
             return
+        self.require_place()
+
+    def require_place(self) -> None:
+        """Refuse a place for a new run that has other files, or that lies inside a model."""
         require_outside_models(self.path)
         if self.path.is_file() or not all(map(_is_left_at_a_start, self.path.glob("*"))):
             raise UserError(
@@ -315,9 +322,9 @@ def _is_filled(path: Path) -> bool:
 
 
 def _is_left_at_a_start(path: Path) -> bool:
-    """Whether a process that was killed while it began a run leaves this file."""
+    """Whether this is there before a run begins, or left by a process that was killed then."""
     is_partial = path.name.startswith(f".{_MANIFEST}.") and path.suffix == ".partial"
-    return path.name == _LOCK or is_partial
+    return path.name in (_LOCK, INPUTS) or is_partial
 
 
 def _is_progress(path: Path) -> bool:

@@ -40,6 +40,13 @@ AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
 
+def plan_of(config: InspectConfig) -> dict[str, Any]:
+    """The plan of a conversion of the model that the config names, see `inspect_model`."""
+    dense, folder = dense_config(config.model)
+    plan = inspect_model(dense, config, stored=stored_dtype(dense, folder))
+    return {"model": config.model, **plan}
+
+
 def inspect_model(
     config: Any, options: InspectConfig, *, stored: torch.dtype, here: Accelerator | None = None
 ) -> dict[str, Any]:

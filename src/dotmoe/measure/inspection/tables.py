@@ -1,14 +1,12 @@
 """An inspection as tables for a terminal of 80 columns or more."""
 
-from rich.console import Group, RenderableType
-
 from dotmoe.common.files import Values
-from dotmoe.common.tables import Table, in_about, in_time, table_of, to_rich
+from dotmoe.common.tables import Table, in_about, in_time, table_of
 from dotmoe.method.granularity import Granularity, from_record
 
 
-def render(record: Values) -> RenderableType:
-    """Render a record of `inspect_model`: the conversion, its cost, and warnings."""
+def tables_of(record: Values) -> list[Table]:
+    """Tables of a record of `inspect_model`: the conversion, its cost, and warnings."""
     tables = [_model(record), counts_table(record["counts"])]
     first, *others = record["conversions"]
     if first["origin"] != "measured":
@@ -23,7 +21,7 @@ def render(record: Values) -> RenderableType:
     rows += [["serving:", limit] for limit in record["limits"]]
     rows += [["estimate:", sentence] for sentence in record["unmeasured"]]
     tables.append(Table(columns=("", ""), rows=rows, words=2))
-    return Group(*map(to_rich, tables))
+    return tables
 
 
 def _model(record: Values) -> Table:

@@ -12,6 +12,7 @@ from rich.text import Text
 from dotmoe.common.files import read_json, write_text
 from dotmoe.common.tables import (
     ShellCommand,
+    Table,
     to_markdown,
     to_rich,
     whole_line,
@@ -86,10 +87,15 @@ def _shown(run: RunResults) -> dict[str, Any]:
 
 def summary(run: Path) -> RenderableType:
     """What `dotmoe convert` and `dotmoe finetune` print when they finish."""
-    results = RunResults(run)
-    sentence, *tables = _shown(results)["first"]
-    shown = (to_rich(table) for table in tables)
-    return Group(*shown, Text(f"\n{sentence}"), *_what_next(results))
+    *tables, said = first_screen(run)
+    shown = (to_rich(table) for table in tables if isinstance(table, Table))
+    return Group(*shown, Text(f"\n{said}"), *_what_next(RunResults(run)))
+
+
+def first_screen(run: Path) -> list[Table | str]:
+    """The tables at the top of a run's report, and the sentence that sums them up."""
+    said, *tables = _shown(RunResults(run))["first"]
+    return [*tables, said]
 
 
 def _what_next(results: RunResults) -> list[RenderableType]:
