@@ -419,10 +419,10 @@ def tutorial(step: str) -> str:
 def sizes() -> str:
     """What half of the FFN costs models of four sizes by default, and the speed where measured."""
     rows = [
-        ("Qwen2.5-Coder", "0.5B", *_qwen_by_default(), _decoding_of_qwen()),
-        ("Gemma 3", "270M", *_gemma_by_default(), None),
-        ("SmolLM2", "135M", *_smollm2_by_default(), _decoding_of_smollm2()),
-        ("embedded", "3M", *_embedded_by_default(), None),
+        ("Qwen2.5-Coder 0.5B", *_qwen_by_default(), _decoding_of_qwen()),
+        ("Gemma 3 270M", *_gemma_by_default(), None),
+        ("SmolLM2 135M", *_smollm2_by_default(), _decoding_of_smollm2()),
+        ("embedded 3M", *_embedded_by_default(), None),
     ]
     files = ["first_contact_avx2", "gemma3_270m", "smollm2_bare", "quickstart"]
     linked = [
@@ -431,10 +431,9 @@ def sizes() -> str:
     ]
     columns = {
         "model": lambda row: row[0],
-        "size": lambda row: row[1],
-        "text like the fit's": lambda row: row[2],
-        "WikiText-2": lambda row: row[3],
-        "decoding": lambda row: row[4],
+        "text like the fit's": lambda row: row[1],
+        "WikiText-2": lambda row: row[2],
+        "decoding": lambda row: row[3],
     }
     return tabled(linked, columns)
 
@@ -738,7 +737,6 @@ def smollm2() -> str:
         "WikiText-2": lambda row: relative(row, "wiki"),
         "books": lambda row: relative(row, "books"),
         "six tasks, %": lambda row: f"{score(row.tasks)}",
-        "tokens read": lambda row: f"{row.training_tokens:,}",
     }
     return f"{tabled(record.rows, columns, words=2)}\n\nCommits {commits(record)}; {file}."
 
@@ -751,7 +749,6 @@ def qwen_methods() -> str:
     columns = {
         "method": lambda row: row.method,
         "FFN active": lambda row: percent(row.active_fraction) if row.active_fraction else None,
-        "tokens": lambda row: f"{row.text_tokens:,}",
         "WikiText-2": lambda row: row.wiki or None,
         "Python": lambda row: row.python or None,
         "books": lambda row: row.books or row.other_books,
