@@ -162,6 +162,17 @@ def test_the_address_of_the_repository_is_one_and_known():
             assert address == ADDRESS, page
 
 
+def test_the_citation_of_the_front_page_is_that_of_the_citation_file():
+    cited = (ROOT / "CITATION.cff").read_text()
+    bibtex = README.split("```bibtex")[1].split("```")[0]
+    names = re.findall(r"family-names: (\w+), given-names: (\w+)", cited)
+    assert " and ".join(f"{family}, {given}" for family, given in names) in bibtex
+    title = re.search(r'  title: "(.+)"', cited)[1]
+    assert f"title = {{{title}}}" in bibtex.replace("{DOT-MoE}", "DOT-MoE").replace(
+        "{MoEfication}", "MoEfication"
+    )
+
+
 def test_notes_look_alike_on_github_and_on_the_site():
     """Neither form of a box is known to both, so a note is a quotation with a bold beginning."""
     for page in [*DOCUMENTS, *ROOT.glob("experiments/**/README.md")]:
