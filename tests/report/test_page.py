@@ -94,6 +94,10 @@ def test_what_an_export_notes_stands_under_serve_with_code_as_code(found):
     assert note in markdown(found).split("## Serve")[1].split("\n## ")[0]
 
 
+def test_rows_are_called_by_what_was_done_to_the_weights(finetuned):
+    assert list(RunResults(finetuned.folder).models) == ["dense", "frozen", "finetuned"]
+
+
 def test_a_table_that_is_cut_on_a_phone_names_the_column_of_each_cell(page):
     tables, heads = [], []
     for tag, attrs in page.elements:
