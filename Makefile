@@ -122,6 +122,7 @@ results: $(STAMP)  ## Measure the quickstart again, and put it into the tutorial
 	$(BIN)/dotmoe quickstart
 	cp quickstart-run/quickstart.json results/quickstart.json
 	$(BIN)/python scripts/update_documents.py
+	$(BIN)/python scripts/draw_results.py
 
 splits: $(STAMP)  ## Six ways to split with three seeds, an hour or more, into the results (WIKI=FILE)
 	$(BIN)/dotmoe compare embedded splits-run --recipe quickstart --eval-tokens 16384 \

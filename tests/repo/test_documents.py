@@ -7,17 +7,20 @@ import ast
 import doctest
 import importlib
 import json
+import math
 import pkgutil
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 from unittest.mock import MagicMock
+from xml.etree import ElementTree
 
 import pytest
 
 import document_tables as tables
 import dotmoe
+import draw_results as pictures
 import update_documents as updater
 from dotmoe.rivals.config import BASELINES, PRUNERS
 
@@ -160,6 +163,23 @@ def test_the_address_of_the_repository_is_one_and_known():
     for page in [*DOCUMENTS, ROOT / "mkdocs.yml"]:
         for address in re.findall(r"https://github\.com/[\w.-]+/dotmoe\b", page.read_text()):
             assert address == ADDRESS, page
+
+
+def test_the_picture_of_losses_has_the_numbers_of_the_files():
+    rows = json.loads((ROOT / "results/smollm2.json").read_text())["rows"]
+    dense = rows[0]["perplexity"]["wiki"]
+    drawn = {point for line in pictures.smollm2().values() for point in line}
+    assert drawn == {
+        (100 * row["active_fraction"], row["perplexity"]["wiki"] / dense) for row in rows[1:]
+    }
+    rows = json.loads((ROOT / "results/qwen_rows.json").read_text())["rows"]
+    losses = {row["value"]: row["texts"]["wiki"]["loss"] for row in rows if "texts" in row}
+    (cmoe,) = pictures.qwen()["CMoE, repaired"]
+    assert math.log(cmoe[1]) == pytest.approx(losses["CMoE, 8 experts"] - losses["dense"])
+    lines = {line.get_label() for axes in pictures.figure().axes for line in axes.lines}
+    assert lines == {*pictures.smollm2(), *pictures.qwen()}
+    for end in ("", "-dark"):
+        ElementTree.parse(ROOT / f"docs/figures/loss{end}.svg")
 
 
 def test_the_citation_of_the_front_page_is_that_of_the_citation_file():
