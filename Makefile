@@ -33,19 +33,22 @@ quickstart: $(STAMP)  ## The whole method on a tiny model, without network
 	$(BIN)/dotmoe quickstart
 
 SMOLLM2 := smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-SMOLLM2_DATA ?= docs
+# Text to fit to; without it the model is fitted to its own answers.
+SMOLLM2_DATA ?=
+SMOLLM2_TEXT := $(if $(SMOLLM2_DATA),--data $(SMOLLM2_DATA),)
 # With a third active its first layer alone loses a third of what all 30 do: it stays dense.
 SMOLLM2_SPLIT := --expert-size 32 --first-dense-layers 1 --seq-len 512
 
 # Little text and the refit alone, so that it ends soon; SMOLLM2_EFFORT= SMOLLM2_RUN=smollm2/longer
 # takes the default's text and training.
-SMOLLM2_EFFORT ?= --calibration-tokens 8192 --repair-tokens 16384 --repair-epochs 0
+SMOLLM2_EFFORT ?= $(if $(SMOLLM2_DATA),,--answer-tokens 8192) \
+	--calibration-tokens 4096 --repair-tokens 16384 --repair-epochs 0
 SMOLLM2_RUN ?= smollm2/run
 smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched, converted and asked (SMOLLM2_DATA=FILE)
 	@echo "This takes about 10 minutes of CPU time. Stopped, it goes on with the same command."
 	@echo "More text and training, better and an hour or more: make smollm2 SMOLLM2_EFFORT= SMOLLM2_RUN=smollm2/longer"
 	$(BIN)/dotmoe convert $(SMOLLM2) $(SMOLLM2_RUN) --active 0.75 --shared 0.375 $(SMOLLM2_SPLIT) \
-		--data $(SMOLLM2_DATA) --eval-tokens 2048 $(SMOLLM2_EFFORT)
+		$(SMOLLM2_TEXT) --eval-tokens 2048 $(SMOLLM2_EFFORT)
 	$(BIN)/dotmoe evaluate $(SMOLLM2_RUN) --against $(SMOLLM2) --generate 40 --chat-template \
 		--prompts "What is the capital of France?" "Name three fruits."
 
@@ -59,9 +62,9 @@ smollm2-table: $(SMOLLM2)  ## The table of it, hours (SMOLLM2_DATA=, WIKI=, BOOK
 	for run in 0.75:35:0.375 0.5:23:0.25 0.25:11:0.125; do \
 		set -- $$(echo $$run | tr : ' '); \
 		$(BIN)/dotmoe convert $(SMOLLM2) smollm2/active-$$1 --active-experts $$2 --shared $$3 $(SMOLLM2_SPLIT) \
-			--dtype $(SMOLLM2_DTYPE) --data $(SMOLLM2_DATA) --eval-text $(WIKI) --eval-tokens 8192 && \
+			--dtype $(SMOLLM2_DTYPE) $(SMOLLM2_TEXT) --eval-text $(WIKI) --eval-tokens 8192 && \
 		$(BIN)/dotmoe finetune smollm2/active-$$1 smollm2/finetuned-$$1 --dtype $(SMOLLM2_DTYPE) \
-			--data $(SMOLLM2_DATA) && \
+			$(SMOLLM2_TEXT) && \
 		for model in active-$$1 finetuned-$$1; do \
 			$(BIN)/dotmoe evaluate smollm2/$$model --against $(SMOLLM2) --dtype $(SMOLLM2_DTYPE) \
 				--text $(BOOKS) --max-tokens 8192 --out smollm2/$$model/books && \
@@ -114,11 +117,12 @@ docs: $(STAMP)  ## Build the documentation into build/site, links checked
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	$(BIN)/mkdocs build --strict --quiet
 
-results: $(STAMP)  ## Measure the quickstart again, and put it into the README
+results: $(STAMP)  ## Measure the quickstart again, and put it into the tutorial and README
 	rm -rf quickstart-run
 	$(BIN)/dotmoe quickstart
 	cp quickstart-run/quickstart.json results/quickstart.json
 	$(BIN)/python scripts/update_documents.py
+	$(BIN)/python scripts/draw_results.py
 
 splits: $(STAMP)  ## Six ways to split with three seeds, an hour or more, into the results (WIKI=FILE)
 	$(BIN)/dotmoe compare embedded splits-run --recipe quickstart --eval-tokens 16384 \

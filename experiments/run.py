@@ -8,7 +8,8 @@ not repeated, and a stopped one is resumed. `NAME/experiment.toml` has of an exp
 
 - `runs`: those it needs, with theirs;
 - `[[table]]`: `rows`, each with a file of a run or under results/, and `columns`, each a Python
-  expression over the keys of that file, `row` and `seed` (scripts/update_documents.py says more);
+  expression over the keys of that file, `row`, `seed` and the functions of
+  scripts/document_tables.py;
 - `[[shows]]`: a finding as numbers in ascending order, [row, column] or plain, and the verdict that
   is expected at small scale.
 
@@ -34,7 +35,8 @@ from dotmoe.run.folder import provenance
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
-import update_documents  # noqa: E402 - from that folder
+import document_tables  # noqa: E402 - from that folder
+import update_documents  # noqa: E402
 
 RUNS = ROOT / "experiments" / "runs"
 SEEDS = range(3)
@@ -61,7 +63,7 @@ def main() -> int:
             return status
     for name, one in wanted.items():  # last: these files make the commit unclean
         write_json(ROOT / f"results/experiments/{name}.json", collected(one, runs))
-    return update_documents.main()
+    return update_documents.update()
 
 
 def experiment(name: str) -> dict[str, Any]:
@@ -132,10 +134,10 @@ def collected(asked: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
         rows = dict[str, dict[str, list[float]]]()
         for row, file in table["rows"].items():
             place = ROOT if file.startswith("results/") else RUNS
-            records = [update_documents.load(place / each) for each in of_seeds(file)]
+            records = [document_tables.load(place / each) for each in of_seeds(file)]
             rows[row] = {
                 column: [
-                    update_documents.value(expression, {**record, "row": row, "seed": seed})
+                    document_tables.value(expression, {**record, "row": row, "seed": seed})
                     for seed, record in enumerate(records)
                 ]
                 for column, expression in table["columns"].items()

@@ -3,12 +3,12 @@
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from document_tables import paper_models
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.granularity import resolve, splits_of
 from dotmoe.models.family import family_of, meta_model
 from dotmoe.run.config import recipe
-from update_documents import paper_models
 
 MODELS = paper_models()
 TINY = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from document_tables import paper_models
 from dotmoe.export.config import ExportConfig
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection import inspect_model
@@ -18,7 +19,6 @@ from dotmoe.method.router import Routing
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import family_of, meta_model
 from dotmoe.text.config import DataConfig
-from update_documents import paper_models
 
 HERE = Accelerator(
     name="this CPU",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from inspected_models import HERE, inspection, llama_3_8b, sizes, step
 
+from document_tables import paper_models
 from dotmoe.measure.inspection.planner import (
     ACCELERATORS,
     USABLE_SHARE,
@@ -15,7 +16,6 @@ from dotmoe.measure.inspection.planner import (
     traffic,
 )
 from dotmoe.measure.inspection.sizes import step_memory
-from update_documents import paper_models
 
 
 def planned(config, task="align", **options):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from document_tables import paper_models
 from dotmoe.common.errors import UserError
 from dotmoe.models.family import DenseModel, family_of, meta_model, num_parameters
 from dotmoe.rivals.pruning import PRUNING, PruneInputs, by_curvature, prune, two_of_four
@@ -22,7 +23,6 @@ from dotmoe.rivals.pruning.modegpt import joint_rank
 from dotmoe.rivals.pruning.slicegpt import sliced, sliced_parameters
 from dotmoe.rivals.pruning.two_of_four import corrected, kept_of_four
 from runs import TINY_CONVERT, passed
-from update_documents import paper_models
 
 STOCK = [name for name in PRUNING if PRUNING[name].applied is None]
 TWO_OF_FOUR = [name for name in PRUNING if name.endswith("2_4")]

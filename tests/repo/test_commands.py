@@ -176,10 +176,6 @@ def test_no_hint_installs_from_an_index_where_nothing_is_published():
 @pytest.mark.usefixtures("forked_workers")
 def test_the_commands_of_readme_and_reference_run_in_their_order(tiny_dense, tmp_path, monkeypatch):
     model = str(tiny_dense("llama", intermediate_size=768))
-    monkeypatch.chdir(tmp_path)
-    for name in ("text.jsonl", "held-out.txt"):
-        text = "\n".join(f"{name} {i}: the hen ate {i * 7 % 13} figs." for i in range(300))
-        Path(name).write_text(json.dumps({"text": text}) if name == "text.jsonl" else text)
     short = {name: value for name, value in TINY_CONVERT.items() if name != "expert_size"}
     of_alignment = ("steps", "lr", "batch_size", "checkpoint_every")
     not_aligned = {name: value for name, value in short.items() if name not in of_alignment}
@@ -191,15 +187,20 @@ def test_the_commands_of_readme_and_reference_run_in_their_order(tiny_dense, tmp
         "analyse": {"tokens": 256},
         "bench": {"rounds": 2, "batch_sizes": 1, "prompt_tokens": 8, "context_tokens": [8]},
     }
-    pages = (ROOT / name for name in ("README.md", "docs/reference/commands.md"))
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     ran = []
-    for name, *rest in filter(None, map(of_dotmoe, fenced(text))):
-        if name == "quickstart" or "--tasks" in rest:
-            continue  # minutes; questions that are not here
-        line = [name, *(model if word == "MODEL" else word for word in rest)]
-        reads_text = name != "evaluate" or "--text" in rest
-        options = less.get(name, {}) if reads_text else {}
-        assert run([*line, *words(**options)]) == 0, line
-        ran.append(name)
+    for page in (ROOT / "README.md", ROOT / "docs/reference/commands.md"):
+        folder = tmp_path / page.stem
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        for name in ("text.jsonl", "held-out.txt"):
+            text = "\n".join(f"{name} {i}: the hen ate {i * 7 % 13} figs." for i in range(300))
+            Path(name).write_text(json.dumps({"text": text}) if name == "text.jsonl" else text)
+        for name, *rest in filter(None, map(of_dotmoe, fenced(page.read_text(encoding="utf-8")))):
+            if name == "quickstart" or "--tasks" in rest:
+                continue  # minutes; questions that are not here
+            line = [name, *(model if word == "MODEL" else word for word in rest)]
+            reads_text = name != "evaluate" or "--text" in rest
+            options = less.get(name, {}) if reads_text else {}
+            assert run([*line, *words(**options)]) == 0, line
+            ran.append(name)
     assert set(ran) == set(COMMANDS) - {"quickstart"}

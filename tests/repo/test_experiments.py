@@ -26,7 +26,7 @@ KNOWN = {line for line in OFFENDERS.read_text().splitlines() if not line.startsw
 def test_results_are_those_of_the_experiments_file(name):
     asked = runner.experiment(name)
     result = json.loads((ROOT / f"results/experiments/{name}.json").read_text())
-    assert f"<!-- from results/experiments/{name}.json\n" in README[name]
+    assert f"<!-- table: measured {name} -->\n" in README[name]
     assert (result["origin"], result["label"]) == ("measured", asked["label"])
     assert {"commit", "hardware", "versions", "seed"} <= set(result["provenance"])
     assert set(result["runs"]) >= set(asked["runs"])

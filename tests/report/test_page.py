@@ -84,11 +84,55 @@ def test_figures_are_those_of_the_result_files(measured, found, page):
     assert f"Format {found.export.format}: {found.export.exactness}" in text
 
 
-def test_what_an_export_notes_stands_on_the_page(found):
-    note = "For inference only: fine-tune before export."
+def test_what_an_export_notes_stands_under_serve_with_code_as_code(found):
+    note = 'Keep routers as they are (llm-compressor: `ignore=["lm_head"]`).'
     found.export = replace(found.export, notes=[note])
-    assert note in html(found)
-    assert note in markdown(found)
+    page = html(found)
+    serve = page.split("Serve</h2>")[1].split("</section>")[0]
+    assert "(llm-compressor: <code>ignore=[&#34;lm_head&#34;]</code>)" in serve
+    assert "`" not in Page(page).text
+    assert note in markdown(found).split("## Serve")[1].split("\n## ")[0]
+
+
+def test_rows_are_called_by_what_was_done_to_the_weights(finetuned):
+    assert list(RunResults(finetuned.folder).models) == ["dense", "frozen", "finetuned"]
+
+
+def test_a_table_that_is_cut_on_a_phone_names_the_column_of_each_cell(page):
+    tables, heads = [], []
+    for tag, attrs in page.elements:
+        if tag == "table":
+            tables.append((attrs.get("class"), []))
+        elif tag == "td":
+            tables[-1][1].append(attrs["data-column"])
+    heads = [found for found in tables if found[0] == "wide"]
+    assert 0 < len(heads) < len(tables)
+    assert tables[0][0] is None  # the first screen
+    assert set(tables[0][1]) == {"perplexity", "times dense", "parameters for a token"}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "shown"),
+    [
+        ("CPU, 2 cores, x86_64", False),
+        ("1 x NVIDIA H100 80GB HBM3", False),
+        ("8 x NVIDIA B200", True),
+        ("NVIDIA GeForce RTX 5090", True),
+        ("NVIDIA RTX PRO 6000 Blackwell", True),
+    ],
+)
+def test_notes_of_a_gpu_stand_on_the_page_only_where_it_was(found, hardware, shown):
+    found.results["provenance"]["hardware"] = hardware
+    text = markdown(found)
+    assert ("Blackwell GPUs can hang" in text) == shown
+    assert ("of Blackwell GPUs, which the run did not have" in text) != shown
+    assert sum("Blackwell" in note for note in found.export.notes) > 1
+
+
+def test_a_page_is_titled_by_the_name_of_its_model_and_has_no_empty_section(found, finished):
+    assert f"# {Path(finished.source).name}" in markdown(found).splitlines()[0]
+    found.steps["align"] = []
+    assert "## Alignment" not in markdown(found)
 
 
 def test_hostile_text_stays_text_and_nothing_is_praised_that_was_not_tested(found):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -22,7 +23,7 @@ from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.evaluate.own_answers import own_answers_table
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.results import RunResults
-from dotmoe.measure.report.sections import Blocks, in_short, overview, sections
+from dotmoe.measure.report.sections import Blocks, in_short, notes_for_serving, overview, sections
 from dotmoe.method.granularity import targets_of
 from dotmoe.run.folder import STAGES
 
@@ -35,10 +36,34 @@ _TEMPLATES = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
 )
 _TEMPLATES.filters |= {
-    "kept": lambda text: text.replace(" %", "\u00a0%"),
+    "kept": lambda text: _with_code(text.replace(" %", "\u00a0%")),
     "slug": lambda title: re.sub(r"[^a-z]+", "-", title.lower()).strip("-"),
     "markdown": to_markdown,
 }
+
+
+_PHONE_CHARACTERS = 44
+"""Characters of a table's row that fit a phone of 390 pixels, beside the space between columns."""
+_NAME_CHARACTERS = 18
+"""Characters of a line of the first column there; longer names are broken."""
+
+
+def _is_wider_than_a_phone(table: Table) -> bool:
+    """Whether a row of a table would be cut on a phone, where headings are broken at words."""
+    width = 0
+    for index, heading in enumerate(table.columns):
+        cells = [row[index] or "-" for row in table.rows]
+        longest = max(map(len, [*heading.split(), *cells]), default=0)
+        width += 1 + (longest if index else min(longest, _NAME_CHARACTERS))
+    return width > _PHONE_CHARACTERS
+
+
+_TEMPLATES.tests["wider_than_a_phone"] = _is_wider_than_a_phone
+
+
+def _with_code(text: str) -> Markup:
+    """Text for HTML in which what stands between backticks is code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def html_report(run: Path) -> Path:
@@ -81,7 +106,7 @@ def _shown(run: RunResults) -> dict[str, Any]:
     if run.own_answers:
         first.append(own_answers_table(run.own_answers))
     changed = f", {run.name}," if run.is_finetuned or run.is_repaired else ""
-    title = f"{run.dense_model}{changed} as a Mixture-of-Experts"
+    title = f"{run.title}{changed} as a Mixture-of-Experts"
     return {"title": title, "first": first, "sections": sections(run)}
 
 
@@ -115,7 +140,8 @@ def _what_next(results: RunResults) -> list[RenderableType]:
             commands["serve"] += ["--trust-remote-code", "--enforce-eager"]
     if not results.is_finetuned and targets_of(results.splits) == "ffn":
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
-    notes = f" (with {len(record.notes)} notes for serving)" if record.notes else ""
+    count = len(notes_for_serving(results))
+    notes = f" (with {count} notes for serving)" if count else ""
     lowered = [record.context_lowered] if record.context_lowered else []
     return [
         Text("The files hold all experts: what is saved is work, not disk or memory."),

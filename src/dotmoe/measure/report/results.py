@@ -1,6 +1,7 @@
 """Reads the result files of a run, once per report. What was not measured is absent."""
 
 import json
+import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,8 @@ class RunResults:
         """Whether the exported model was repaired and not finetuned afterwards."""
         self.dense_model = run.model
         """Name of the dense model that every comparison refers to."""
+        self.title: str = _title_of(run.manifest["model"])
+        """Name of the dense model for people: of a path, its last part."""
         self.name = self._name()
         """Name of the exported model in the report."""
         exported, dense = fingerprint(run.stage("export")), run.manifest["inputs"]["model"]
@@ -114,7 +117,8 @@ class RunResults:
         """Perplexity of each model on the run's held-out text, the dense one first."""
         results = {
             "dense": self.results["dense"],
-            **{name: self.results.get(name) for name in ("frozen", "converted", "repaired")},
+            "frozen": self.results.get("frozen") or self.results.get("converted"),
+            "repaired": self.results.get("repaired"),
             self.name: self.results["moe"],
             "under the method's own router": self.results.get("moe_own_router"),
             **self.files.get(RIVALS, {}),
@@ -158,6 +162,22 @@ class RunResults:
                 f"{self.folder / file} lacks a value of the report ({type(error).__name__}: "
                 f"{error}): it is damaged or from another version. {_REMEDY}"
             ) from error
+
+
+def _title_of(model: str) -> str:
+    """A model's name without the folders above it: of a snapshot in the hub's cache, `org/name`.
+
+    >>> _title_of("/home/me/.cache/hub/models--org--name/snapshots/0a1b"), _title_of("org/name")
+    ('org/name', 'org/name')
+    >>> _title_of("models/SmolLM2.Q4_1.gguf"), _title_of("./qwen/"), _title_of("/mnt/m/llama-3")
+    ('SmolLM2.Q4_1', 'qwen', 'llama-3')
+    """
+    if snapshot := re.search(r"models--([^/]+?)--([^/]+)/snapshots/", model):
+        return "/".join(snapshot.groups())
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith(".")
+    if is_hub_name and not model.endswith(".gguf") and not Path(model).exists():
+        return model
+    return Path(model).name.removesuffix(".gguf") or model
 
 
 def _of_others(

@@ -1,6 +1,7 @@
 """Content of the report as data: sections of sentences and tables."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,11 +70,33 @@ def _size(run: RunResults, results: Values) -> Blocks:
     return [
         *(f"{split[0].upper()}{split[1:]}." for split in splits),
         counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"),
-        f"The files hold {in_bytes(run.export.total_bytes)} in {run.export.dtype}, format "
-        f"{run.export.format}, which runs in {', '.join(run.export.servers)}.",
+        f"The files hold {in_bytes(run.export.total_bytes)} in {run.export.dtype}.",
         f"Weights: {_weights(run)}",
-        *run.export.notes,
     ]
+
+
+def _serve(run: RunResults, _: Values) -> Blocks:
+    export, notes = run.export, notes_for_serving(run)
+    blocks: Blocks = [f"Format {export.format} runs in {', '.join(export.servers)}.", *notes]
+    if left_out := len(export.notes) - len(notes):
+        blocks.append(
+            Block(
+                "note",
+                f"{left_out} more of Blackwell GPUs, which the run did not have, are in "
+                f"{run.folder}/5_export/README.md.",
+            )
+        )
+    return blocks
+
+
+def notes_for_serving(run: RunResults) -> list[str]:
+    """Notes of the export, those of Blackwell GPUs only if the run was on one."""
+    has_blackwell = re.search(_BLACKWELL, str(run.results["provenance"].get("hardware", "")))
+    return [note for note in run.export.notes if has_blackwell or "Blackwell" not in note]
+
+
+_BLACKWELL = r"\bG?B[123]\d\d\b|Blackwell|RTX 50\d\d"
+"""Names of GPUs of NVIDIA's Blackwell generation."""
 
 
 def _analysis(_: RunResults, analysis: Values) -> Blocks:
@@ -89,8 +112,6 @@ def _analysis(_: RunResults, analysis: Values) -> Blocks:
 def _training(name: str, run: RunResults) -> Blocks:
     steps = run.steps[name]
     if not steps:
-        if name == "align" and not run.is_finetuned:
-            return ["None: the start was extracted without alignment."]
         return []
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
@@ -190,6 +211,7 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
     ("What the models write", "generation", _generation),
     ("Size and weights", "results", _size),
+    ("Serve", "", _serve),
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _analysis),
     ("Alignment", "", lambda run, _: _training("align", run)),

@@ -1,0 +1,97 @@
+"""Draw the pictures of results from the JSON files, as SVG for light and dark pages.
+
+python scripts/draw_results.py      # writes docs/figures/loss.svg and loss-dark.svg
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from document_tables import ROOT, compared, load
+
+INK = {"": "#1f2328", "-dark": "#e6e9ed"}
+"""Colour of text and axes, by the end of the file's name."""
+COLOURS = {"frozen": "#808890", "repaired": "#0072b2", "finetuned": "#009e73", "other": "#d55e00"}
+Points = dict[str, list[tuple[float, float]]]
+"""Share of the FFN active in percent, and perplexity times dense, by series."""
+
+
+def smollm2() -> Points:
+    """SmolLM2-135M, frozen, repaired and finetuned, on WikiText-2."""
+    dense, *rows = load("results/smollm2.json").rows
+    found: Points = {}
+    for row in rows:
+        name = row.training.replace("repaired, ", "").rstrip(" *")
+        times = row.perplexity.wiki / dense.perplexity.wiki
+        found.setdefault(name, []).append((100 * row.active_fraction, times))
+    return found
+
+
+def qwen() -> Points:
+    """Qwen2.5-Coder-0.5B on WikiText-2: dotmoe, and two other methods with half active."""
+    names = {
+        "dotmoe": "dotmoe, repaired",
+        "dotmoe, a quarter": "dotmoe, repaired",
+        "dotmoe, three quarters": "dotmoe, repaired",
+        "static_pruning": "static pruning, repaired",
+        "CMoE, 8 experts": "CMoE, repaired",
+    }
+    found: Points = {}
+    for row in compared(load("results/qwen_rows.json").rows):
+        if row.texts and row.name in names:
+            times = row.texts.wiki.perplexity / row.dense.texts.wiki.perplexity
+            found.setdefault(names[row.name], []).append((100 * row.active_fraction, times))
+    return found
+
+
+def figure() -> Figure:
+    """Loss against the active share of the FFN, a panel for each model."""
+    drawn = Figure(figsize=(7.2, 3.2), layout="constrained")
+    panels = zip(
+        drawn.subplots(1, 2, sharey=True),
+        (("SmolLM2-135M", smollm2()), ("Qwen2.5-Coder-0.5B", qwen())),
+        strict=True,
+    )
+    for axes, (title, points) in panels:
+        for name, line in points.items():
+            x, y = zip(*sorted(line), strict=True)
+            kind = name.removeprefix("dotmoe, ")
+            colour = COLOURS.get(kind, COLOURS["other"])
+            marker = "s" if name.startswith("CMoE") else "o"
+            axes.plot(x, y, marker=marker, color=colour, label=name)
+        axes.set(title=title, xlabel="FFN active, %", yscale="log", ylim=(0.95, 10))
+        axes.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+        axes.minorticks_off()
+        axes.legend()
+    drawn.axes[0].set_ylabel("perplexity, times dense")
+    return drawn
+
+
+def draw(folder: Path) -> None:
+    """Write the picture for light and for dark pages."""
+    for end, ink in INK.items():
+        of_ink = ("text.color", "xtick.color", "ytick.color", "axes.edgecolor", "axes.labelcolor")
+        style: dict[str, Any] = {
+            **dict.fromkeys(of_ink, ink),
+            "svg.hashsalt": "dotmoe",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "legend.frameon": False,
+        }
+        with rc_context(style):
+            metadata = {"Date": None, "Creator": None}
+            figure().savefig(folder / f"loss{end}.svg", transparent=True, metadata=metadata)
+
+
+def main() -> int:
+    argparse.ArgumentParser(description="Draw the pictures of results as SVG.").parse_args()
+    draw(ROOT / "docs" / "figures")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
