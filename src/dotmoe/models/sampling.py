@@ -7,6 +7,7 @@ vocabulary, and on a CPU copies the head for each row of a prompt: `benchmarks/s
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,18 +53,23 @@ def continuations(
     ends: Collection[int],
     *,
     seed: int = 0,
-    on_tokens: Callable[[int], None] = lambda new: None,
+    on_finished: Callable[[int], None] = lambda rows: None,
 ) -> Iterator[Continuation]:
     """Continue each prompt until a token of `ends`; yields a batch of rows when its last is done.
 
     Prompts of similar length share a batch. What is drawn for a prompt depends on `seed` and its
-    place in the list, not on the rows beside it, but for rounding. `on_tokens` gets the number of
-    new tokens after each step.
+    place in the list, not on the rows beside it, but for rounding. `on_finished` gets the number of
+    rows that have ended, after each step.
     """
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for start in range(0, len(order), how.rows):
         numbers = order[start : start + how.rows]
-        yield from _batch(model, {n: prompts[n] for n in numbers}, how, set(ends), seed, on_tokens)
+        rows = {number: prompts[number] for number in numbers}
+        yield from _batch(model, rows, how, set(ends), seed, partial(_tell, on_finished, start))
+
+
+def _tell(on_finished: Callable[[int], None], before: int, ended: int) -> None:
+    on_finished(before + ended)
 
 
 def _batch(
@@ -72,7 +78,7 @@ def _batch(
     how: Sampling,
     ends: set[int],
     seed: int,
-    on_tokens: Callable[[int], None],
+    on_finished: Callable[[int], None],
 ) -> Iterator[Continuation]:
     """Continue prompts, by number, side by side."""
     growing = _Growing(model, prompts, how, seed)
@@ -86,7 +92,7 @@ def _batch(
             grown[number].append(token)
             if token in ends:
                 finished.add(number)
-        on_tokens(len(growing.numbers))
+        on_finished(len(finished))
         left = [place for place, number in enumerate(growing.numbers) if number not in finished]
         if not left:
             break

@@ -142,8 +142,13 @@ def write_answers(
     left = [number for number in range(len(questions)) if number not in done]
     prompts = [asked(dense.tokenizer, questions[number].messages) for number in left]
     ends = end_tokens(dense.model, dense.tokenizer)
+    before = len(done)
     with parts.open("a", encoding="utf-8") as file:
-        for new in continuations(dense.model, prompts, how, ends, seed=seed):
+
+        def tell(ended: int) -> None:
+            on_progress(before + ended, len(questions))
+
+        for new in continuations(dense.model, prompts, how, ends, seed=seed, on_finished=tell):
             number, prompt = left[new.number], prompts[new.number]
             answer = _answer(dense.tokenizer, questions[number], prompt, new.ids, new.finished)
             done[number] = answer
