@@ -627,7 +627,7 @@ def tutorial_times() -> str:
     record = load("results/tutorial.json")
     columns = {
         "step": lambda step: step.title,
-        "CPU time": lambda step: in_time(step.cpu_s / 3600),
+        "CPU time": lambda step: in_time(step.cpu_s / 3600) if step.cpu_s else None,
     }
     return f"{tabled(record.steps.values(), columns)}\n\n{made(record)}; results/tutorial.json."
 
