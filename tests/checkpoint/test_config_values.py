@@ -12,11 +12,18 @@ from runs import put_into, refusal
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 
 
 def scaling(**values):
     return {"rope_scaling": values}
+
+
+def test_two_rotations_that_differ_are_refused(copied):
+    put_into(copied / "config.json", rope_parameters=LINEAR, rope_scaling={**LINEAR, "factor": 4.0})
+    words = "has factor 2.0 in rope_parameters, but 4.0 in rope_scaling"
+    assert words in refusal(describe_dense, str(copied))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +57,25 @@ def scaling(**values):
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "1"}}, "rope_theta .* is '1'"),
         (scaling(type=["linear"], factor=2.0), "linear"),
+        (scaling(type="default", factor=4.0), r"factor .* is 4\.0, but rope_type default has no"),
+        (
+            scaling(
+                rope_type="longrope",
+                short_factor=[1.0],
+                long_factor=[1.0] * 8,
+                original_max_position_embeddings=32,
+            ),
+            "short_factor .* has 1 numbers, but a head has 8 rotated pairs",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": 5e4},
+            "has rope_theta 10000.0 in rope_parameters, but 50000.0",
+        ),
+        (
+            {"rope_parameters": {"full_attention": LINEAR}},
+            "is for kinds of layers .full_attention., and llama .* has one rotation",
+        ),
+        ({"max_position_embeddings": -1}, "max_position_embeddings .* is -1"),
         ({"text_config": "none"}, "no valid llama config"),
         ({"max_position_embeddings": None, "sliding_window": 64}, "config"),
         ({"logits_scaling": 3.0}, "logits_scaling .* is 3.0, but llama .* does not read it"),

@@ -108,10 +108,22 @@ def in_shards(folder, *, stale=True):
     (folder / INDEX).write_text(json.dumps({"weight_map": files}))
 
 
+def twice(folder):
+    """The weights whole and in shards, as after saving a model over another."""
+    tensors = load_file(folder / "model.safetensors")
+    in_shards(folder, stale=False)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def only_a_gguf(folder):
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "Model.Q8_0.GGUF").write_bytes(b"GGUF")
+
+
+def gguf_beside_a_config(folder):
+    """As repositories of GGUF files have it."""
+    (folder / "model.safetensors").rename(folder / "Model.Q8_0.GGUF")
 
 
 def config(**values):
@@ -140,7 +152,10 @@ REFUSED = {
     "pruned": (pruned, "Layers of a pruned model differ in width"),
     "head": (without_the_head, "no lm_head.*tie_word_embeddings"),
     "stale": (in_shards, f"{UP} is stored twice, in .*model-1.*model-2"),
+    "two": (twice, "model.safetensors and model.safetensors.index.json.*Delete the one"),
+    "tied": (config(tie_word_embeddings=True), "differ, but its config.json ties them"),
     "gguf": (only_a_gguf, r"but Model\.Q8_0\.GGUF. Name that file"),
+    "gguf and config": (gguf_beside_a_config, r"but Model\.Q8_0\.GGUF. Name that file"),
     "code": (own_code, "mine"),
     "mrope": (config(rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]}), "'mrope'.*plain"),
     "text": (config(rope_scaling={"rope_type": "linear", "factor": "2.0"}), r"factor .* is '2\.0'"),

@@ -74,6 +74,8 @@ def test_a_table_beside_a_licence_is_read_by_datasets(tmp_path, monkeypatch):
     write(tmp_path / "set/LICENSE.txt", LICENCE)
     write(tmp_path / "set/a.txt", "x")
     assert read(tmp_path / "set") == ["one", "two"]
+    monkeypatch.chdir(tmp_path)
+    assert read("set") == ["one", "two"]
     assert "no file whose name says nonsense, but data.csv" in refusal_of(
         f"{tmp_path}/set@nonsense"
     )

@@ -142,6 +142,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x.png"}}
         (one({"from": "narrator", "value": "x"}), "is from 'narrator', but system, human"),
         (one({"from": "gpt", "value": None}), "has no content"),
         (one({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}), "tool calls,"),
+        (
+            one({"role": "assistant", "tool_calls": [{"function": {"name": "user"}}]}),
+            "has tool calls, which the model's chat template does not write",
+        ),
         ({"messages": json.dumps(TURNS)}, "is text, not a list of messages"),
         ({"messages": {"role": ["user"], "content": ["x"]}}, "is dict, not text"),
         ({"role": "user", "content": "x"}, "is one message of a chat"),
@@ -171,6 +175,15 @@ def test_tool_calls_that_a_template_writes_need_no_content(tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl([one(call)]))
     (text,) = documents(DataConfig(data=(str(path),)), Calling)
     assert "'assistant', '', [{'function'" in text
+
+
+@pytest.mark.parametrize("name", ["tools", "system", "completion"])
+def test_what_stands_beside_messages_and_is_not_read_is_said(name, tmp_path, caplog):
+    asking = {"prompt": "Add."} if name == "completion" else {"messages": TURNS}
+    path = write(tmp_path / f"{name}.jsonl", jsonl([{**asking, name: "3"}, asking]))
+    first, second = chats(path)
+    assert first == second
+    assert f"rows have {name} beside their messages, which is not read" in caplog.text
 
 
 def test_what_a_template_leaves_out_is_said(tmp_path, caplog):

@@ -50,9 +50,16 @@ _AROUND_TEXT = re.compile(r"(?!model\.(embed_tokens|layers|norm)\.|lm_head\.)")
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Map tensor names to safetensors files, from their headers; refuses a damaged file."""
     single, index = folder / "model.safetensors", folder / INDEX
+    if single.is_file() and index.is_file():
+        raise UserError(
+            f"{folder} holds {single.name} and {index.name}, of which Transformers reads the first "
+            "and vLLM the second. Delete the one that is not the model's."
+        )
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
     if not index.is_file():
+        if files := _gguf_files(folder):
+            raise UserError(f"{folder} holds no {single.name}, but {files[0]}. Name that file.")
         raise UserError(
             f"{folder} holds no {single.name} and no {index.name}, and pickles are not read. "
             "Fetch them, or save the model anew with model.save_pretrained(folder)."
@@ -145,7 +152,7 @@ def stored_config(folder: Path) -> Values:
             "base model with peft (merge_and_unload, then save_pretrained), and name that folder."
         )
     if not path.is_file():
-        if files := sorted(each.name for each in folder.glob("*") if is_gguf(each)):
+        if files := _gguf_files(folder):
             raise UserError(f"{folder} holds no config.json, but {files[0]}. Name that file.")
         raise UserError(f"{folder} holds no config.json. Name a model folder or a finished run.")
     values = read_json(path)
@@ -168,6 +175,11 @@ def require_layers(values: Values, path: Path) -> None:
                     f"{path} has {key} {count:,}, and no model has more than {_MOST_LAYERS:,}. "
                     "Compare it with the original checkpoint's."
                 )
+
+
+def _gguf_files(folder: Path) -> list[str]:
+    """Names of the GGUF files in a folder."""
+    return sorted(each.name for each in folder.glob("*") if is_gguf(each))
 
 
 def is_gguf(path: Path) -> bool:

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
-from dotmoe.models.family import rope_of
+from dotmoe.models.family import head_dim, rope_of
 
 ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 _NAMES = {"rope_type", "type"}
@@ -52,6 +52,11 @@ def require_rope_numbers(plain: Values, path: Path) -> None:
                 f"{name} in {path} is {dict(rope)!r}, without a rope_type, so it has no effect. "
                 f"Name one of {', '.join(sorted(ROPE_TYPES))}, or delete {name}."
             )
+        if kinds == {"default"} and rope.get("factor", 1) not in (None, 1):
+            raise UserError(
+                f"{name}.factor in {path} is {rope['factor']!r}, but rope_type default has no "
+                "factor. Name the type that the model was trained with, or delete the factor."
+            )
         if len(kinds) > 1 and kinds != {"mrope", "default"}:
             raise UserError(
                 f"{name} in {path} has two types, {' and '.join(sorted(kinds))}. Keep rope_type."
@@ -84,6 +89,23 @@ def _ropes(plain: Values, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]
             yield key, rope
 
 
+def require_one_rope(plain: Values, path: Path) -> None:
+    """Refuse values of rotary embeddings under an older key that the newer key has otherwise."""
+    new, old = plain.get("rope_parameters"), plain.get("rope_scaling")
+    if not isinstance(new, Mapping):
+        return
+    older = {"type" if key in _NAMES else key: value for key, value in dict(old or {}).items()}
+    if plain.get("rope_theta") is not None:
+        older["rope_theta"] = plain["rope_theta"]
+    newer = {"type" if key in _NAMES else key: value for key, value in new.items()}
+    for key, value in older.items():
+        if key in newer and newer[key] != value:
+            raise UserError(
+                f"{path} has {key} {newer[key]!r} in rope_parameters, but {value!r} in "
+                "rope_scaling or beside it. Keep the one that the model was trained with."
+            )
+
+
 def _require_value(key: str, value: Any, name: str, path: Path) -> None:
     """Refuse a value of rotary embeddings that is not of its kind."""
     if key in _FLAGS or (key in _WITH_DEFAULT and value is None):
@@ -111,6 +133,13 @@ def require_known_rope(config: Any, path: Path) -> None:
     """Refuse a type of rotary embeddings that Transformers does not have."""
     if not getattr(config, "rope_parameters", None):
         return
+    # A class that reads kinds of layers has nothing beside them; others get their defaults there.
+    nested = [key for key, value in config.rope_parameters.items() if isinstance(value, Mapping)]
+    if nested and len(nested) < len(config.rope_parameters):
+        raise UserError(
+            f"rope_parameters in {path} is for kinds of layers ({', '.join(nested)}), and "
+            f"{config.model_type} in Transformers has one rotation. Write its values without kinds."
+        )
     kind = str(rope_of(config).get("rope_type"))
     if kind not in ROPE_TYPES:
         remedy = "Compare it with the original's."
@@ -151,8 +180,31 @@ def require_read(plain: Values, config: Any, rotated: float, path: Path) -> None
     share = plain.get("partial_rotary_factor")
     if isinstance(share, int | float) and abs(share - rotated) > 0.01:
         ignored["partial_rotary_factor"] = share
+    _require_factors(config, rotated, path)
     for key, value in ignored.items():
         raise UserError(
             f"{key} in {path} is {value!r}, but {config.model_type} in Transformers does not read "
             "it. Delete it if the model was not trained with it, or correct model_type."
+        )
+
+
+def _require_factors(config: Any, rotated: float, path: Path) -> None:
+    """Refuse lists of factors that are not one for each rotated pair: torch would stretch one."""
+    pairs = int(head_dim(config) * rotated) // 2
+    for key in ("short_factor", "long_factor"):
+        factors = rope_of(config).get(key)
+        if factors is not None and len(factors) != pairs:
+            raise UserError(
+                f"{key} in {path} has {len(factors)} numbers, but a head has {pairs} rotated "
+                "pairs. Compare it with the original's."
+            )
+
+
+def require_context(config: Any, path: Path) -> None:
+    """Refuse a context without room for a token and the next."""
+    context = getattr(config, "max_position_embeddings", None)
+    if isinstance(context, int) and context < 2:
+        raise UserError(
+            f"max_position_embeddings in {path} is {context}, but a context has 2 tokens or more. "
+            "Compare it with the original's."
         )

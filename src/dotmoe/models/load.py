@@ -32,7 +32,13 @@ from dotmoe.models.checkpoint import (
     unknown_tensors,
 )
 from dotmoe.models.config import LoadConfig, Sharding
-from dotmoe.models.config_values import require_known_rope, require_read, require_rope_numbers
+from dotmoe.models.config_values import (
+    require_context,
+    require_known_rope,
+    require_one_rope,
+    require_read,
+    require_rope_numbers,
+)
 from dotmoe.models.family import (
     FAMILIES,
     DenseModel,
@@ -127,7 +133,7 @@ def describe_dense(source: str) -> DenseModel:
     """Describe a dense checkpoint, without weights (meta device); raises as `load_dense` does."""
     dense = _described(source)
     dense = replace(dense, tokenizer=load_tokenizer(dense.folder, dense.config.vocab_size))
-    Tensors.of(dense).require_tensors(dense.model)
+    Tensors.of(dense).require_model(dense.model)
     return dense
 
 
@@ -205,6 +211,8 @@ def config_of(folder: Path) -> Any:
         require_rope_numbers(plain.get("text_config") or {}, path)
         config = _read_config(folder, plain)
         require_known_rope(config, path)
+        require_one_rope(plain, path)
+        require_context(config, path)
     return config
 
 
@@ -243,10 +251,10 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
 
 
 def require_loadable(folder: Path) -> None:
-    """Refuse what `load_weights` would refuse of a dense model, without reading its weights."""
+    """Refuse what `load_weights` would refuse of a dense model; few of its weights are read."""
     require_checkpoint(folder)
     if dense := _dense_in(folder):
-        Tensors.of(dense).require_tensors(dense.model)
+        Tensors.of(dense).require_model(dense.model)
 
 
 def _dense_in(folder: Path) -> DenseModel | None:

@@ -3,7 +3,8 @@
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 """Fields of an Alpaca row, a chat of two turns; they are tried last."""
 _OTHERS_OF_ALPACA = ("system", "history")
 """Fields that LLaMA-Factory adds to an Alpaca row."""
+_BESIDE_MESSAGES = ("system", "tools", "completion", "response", "chosen")
+"""Fields that some data sets keep beside the messages or the prompt of a chat."""
 PROMPT = "prompt"
 """Field of a row that asks: what a user says, as text or as messages. It is tried last."""
 FIELDS = (*TEXT_FIELDS, *CHAT_FIELDS, INSTRUCTION, INPUT, OUTPUT, *_OTHERS_OF_ALPACA, PROMPT)
@@ -280,6 +283,8 @@ class RowReader(NamedTuple):
         content = content_of(row, place, self.field)
         if content is None:
             return ""
+        if isinstance(content, Chat) and isinstance(row, Mapping):
+            _say_unread(self.source, row)
         if isinstance(content, Chat) and content.asks and self.answered:
             asking = Asking()
             asking.messages = content.messages
@@ -289,6 +294,17 @@ class RowReader(NamedTuple):
         text = content
         require_text(text, place)
         return type(text)(_CARRIAGE_RETURN.sub("\n", text)) if "\r" in text else text
+
+
+def _say_unread(source: str, row: Mapping[str, Any]) -> None:
+    """Warn of what stands beside the messages of a chat, but belongs to what the model reads."""
+    is_alpaca = next(iter(full_fields(row)), None) == INSTRUCTION  # its system message is read
+    for name in _BESIDE_MESSAGES:
+        if not is_alpaca and not _is_blank(row.get(name)):
+            warn_once(
+                f"{source}: rows have {name} beside their messages, which is not read. Write it "
+                "into the messages"
+            )
 
 
 def require_text(text: str, place: str) -> None:
@@ -313,15 +329,10 @@ def rendered(chat: Chat, tokenizer: Any, place: str, source: str) -> Rendered:
         raise UserError(
             f"{place} is a chat, but {why}. Write it as text, or name a field: SOURCE#FIELD."
         )
-    try:
-        text: str = tokenizer.apply_chat_template(list(chat.messages), tokenize=False)
-    except Exception as error:
-        raise UserError(
-            f"{place} does not suit the model's chat template ({one_line(error)[:160]}). "
-            "Change or remove it."
-        ) from error
+    text = _applied(tokenizer, chat.messages, place)
+    if any(message.get("tool_calls") for message in chat.messages):
+        _require_calls(chat, text, tokenizer, place)
     for message in chat.messages:
-        _require_calls(message, text, place)
         if message["content"].strip() not in text:
             warn_once(
                 f"{source}: the model's chat template leaves out or changes what messages of role "
@@ -330,16 +341,32 @@ def rendered(chat: Chat, tokenizer: Any, place: str, source: str) -> Rendered:
     return Rendered(text.removeprefix(tokenizer.bos_token or ""))
 
 
-def _require_calls(message: Message, text: str, place: str) -> None:
-    """Refuse tool calls that a template does not write."""
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or name not in text:
-            raise UserError(
-                f"{place} has tool calls, which the model's chat template does not write. Remove "
-                "the row, or write it as text."
-            )
+def _applied(tokenizer: Any, messages: Sequence[Message], place: str) -> str:
+    """What a chat template writes; `UserError` if the messages do not suit it."""
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    except Exception as error:
+        raise UserError(
+            f"{place} does not suit the model's chat template ({one_line(error)[:160]}). "
+            "Change or remove it."
+        ) from error
+    return text
+
+
+def _require_calls(chat: Chat, text: str, tokenizer: Any, place: str) -> None:
+    """Refuse tool calls that a template does not write: `text` is the same without them."""
+    without = [
+        {key: value for key, value in message.items() if key != "tool_calls"}
+        for message in chat.messages
+    ]
+    same = None
+    with suppress(UserError):  # a template that refuses their absence reads them
+        same = _applied(tokenizer, without, place)
+    if same == text:
+        raise UserError(
+            f"{place} has tool calls, which the model's chat template does not write. Remove "
+            "the row, or write it as text."
+        )
 
 
 @lru_cache

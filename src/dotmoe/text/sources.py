@@ -246,7 +246,8 @@ def _stream(source: str, files: list[Path], split: str, buffer: int, seed: int) 
     name, part = source, ""
     if not _is_there(source):
         name, _, part = source.partition(":")
-    named = {split: [str(path) for path in files]} if files else None
+    # `datasets` takes relative names to be relative to the folder.
+    named = {split: [str(path.resolve()) for path in files]} if files else None
     if is_saved(Path(name)):
         saved = load_from_disk(name)
         if isinstance(saved, dict):
