@@ -52,6 +52,18 @@ def test_a_chat_model_is_converted_without_text_and_measured_on_held_out_answers
     assert "On answers that the dense model wrote itself" in done.out
 
 
+@pytest.mark.parametrize("option", ["answer_tokens", "heldout_answers"])
+def test_options_of_answers_are_refused_where_none_are_written(
+    option, tiny_dense, text_file, tmp_path, command
+):
+    how = TINY_CONVERT | {option: 3}
+    said = command(
+        "convert", tiny_dense("qwen2"), tmp_path / "run", data=text_file, **how
+    ).refusal()
+    assert "the data do not ask the model, and it has no chat template" in said
+    assert not (tmp_path / "run/config.json").exists()
+
+
 def test_held_out_prompts_are_never_fitted(speaker, tmp_path):
     run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS).made()
     fitted = {

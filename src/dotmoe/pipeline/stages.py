@@ -55,6 +55,7 @@ from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
 from dotmoe.text.answers import OwnAnswers, own_answers
 from dotmoe.text.blocks import TokenBlocks
+from dotmoe.text.config import AnswersConfig
 from dotmoe.text.sources import PROMPTS, SELF, fingerprint_of, means
 from dotmoe.text.tokenise import (
     NO_ANSWERS,
@@ -152,6 +153,7 @@ class Run:
                 model, revision = begun["model"], begun.get("revision")
             else:
                 dense = describe_dense(folder.model if folder.exists else config.model)
+                self._require_asked(dense)
                 model, revision = config.model, dense.revision
                 inputs = {"model": fingerprint(dense.folder)}
             text = fingerprint_of((*self.converted.data.data, *texts))
@@ -175,7 +177,7 @@ class Run:
         Rank zero alone writes. There is no such stage if a run neither asks nor can be asked.
         """
         data, how = self.converted.data, self.config.answers
-        asks = any(means(source, name) for source in data.data for name in (PROMPTS, SELF))
+        asks = self._asks()
         if not asks and not has_chats(dense.tokenizer):
             return
         if dense.weights == "shards":
@@ -203,6 +205,28 @@ class Run:
             return raise_on_all_ranks(lambda: OwnAnswers.load(folder))
 
         self.own = self.stage("answers", OwnAnswers.load, make)
+
+    def _asks(self) -> bool:
+        """Whether the data ask the dense model to write, as they do where none are named."""
+        sources = self.converted.data.data
+        asked = any(means(source, name) for source in sources for name in (PROMPTS, SELF))
+        return asked or not sources
+
+    def _require_asked(self, dense: DenseModel) -> None:
+        """Refuse options of answers where no answers are written."""
+        if self._asks() or has_chats(dense.tokenizer):
+            return
+        how = self.config.answers
+        if how.answer_tokens is not None:
+            option, value = "--answer-tokens", how.answer_tokens
+        elif how.heldout_answers not in (0, AnswersConfig().heldout_answers):
+            option, value = "--heldout-answers", how.heldout_answers
+        else:
+            return
+        raise UserError(
+            f"{option} is {value}, but the data do not ask the model, and it has no chat template: "
+            f"no answers are written. Add --data {SELF}, or leave {option} out."
+        )
 
     def _refuse_to_ask(self, *, asks: bool) -> None:
         """Refuse to ask a model whose weights are on several ranks; nothing is measured then."""

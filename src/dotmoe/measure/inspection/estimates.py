@@ -30,7 +30,7 @@ from dotmoe.measure.inspection.stages import SPLIT_LEFT_OUT, UNMEASURED, Stages
 from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits, to_record
-from dotmoe.models.checkpoint import Tensors
+from dotmoe.models.checkpoint import Tensors, is_gguf
 from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig
@@ -232,7 +232,7 @@ def stored_dtype(config: Any, folder: Path) -> torch.dtype:
 
     Raises a `UserError` for tensors that are not those of the config's model.
     """
-    if not any(folder.glob("*.safetensors")):
+    if not any(each.suffix == ".safetensors" or is_gguf(each) for each in folder.iterdir()):
         dtype = getattr(config, "dtype", None) or torch.bfloat16
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model, family = meta_model(config), family_of(config)
@@ -240,7 +240,7 @@ def stored_dtype(config: Any, folder: Path) -> torch.dtype:
         model=model, weights="meta", family=family, folder=folder, source=str(folder)
     )
     tensors = Tensors.of(dense)
-    tensors.require_tensors(model)
+    tensors.require_model(model)
     return tensors.dtype
 
 
