@@ -50,20 +50,9 @@ _AROUND_TEXT = re.compile(r"(?!model\.(embed_tokens|layers|norm)\.|lm_head\.)")
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Map tensor names to safetensors files, from their headers; refuses a damaged file."""
     single, index = folder / "model.safetensors", folder / INDEX
-    if single.is_file() and index.is_file():
-        raise UserError(
-            f"{folder} holds {single.name} and {index.name}, of which Transformers reads the first "
-            "and vLLM the second. Delete the one that is not the model's."
-        )
+    _require_one_of(folder, single, index)
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
-    if not index.is_file():
-        if files := _gguf_files(folder):
-            raise UserError(f"{folder} holds no {single.name}, but {files[0]}. Name that file.")
-        raise UserError(
-            f"{folder} holds no {single.name} and no {index.name}, and pickles are not read. "
-            "Fetch them, or save the model anew with model.save_pretrained(folder)."
-        )
     shard_of = read_json(index).get("weight_map")
     is_map = isinstance(shard_of, dict) and all(isinstance(each, str) for each in shard_of.values())
     if not shard_of or not is_map:
@@ -81,6 +70,23 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         for name, shards in held_in.items()
         if name not in listed or listed[name] in shards
     }
+
+
+def _require_one_of(folder: Path, single: Path, index: Path) -> None:
+    """Refuse a folder with weights neither whole nor in shards, or with both."""
+    if single.is_file() and index.is_file():
+        raise UserError(
+            f"{folder} holds {single.name} and {index.name}, of which Transformers reads the first "
+            "and vLLM the second. Delete the one that is not the model's."
+        )
+    if single.is_file() or index.is_file():
+        return
+    if files := _gguf_files(folder):
+        raise UserError(f"{folder} holds no {single.name}, but {files[0]}. Name that file.")
+    raise UserError(
+        f"{folder} holds no {single.name} and no {index.name}, and pickles are not read. "
+        "Fetch them, or save the model anew with model.save_pretrained(folder)."
+    )
 
 
 def _require_equal(name: str, path: Path, other: Path) -> None:

@@ -52,11 +52,7 @@ def require_rope_numbers(plain: Values, path: Path) -> None:
                 f"{name} in {path} is {dict(rope)!r}, without a rope_type, so it has no effect. "
                 f"Name one of {', '.join(sorted(ROPE_TYPES))}, or delete {name}."
             )
-        if kinds == {"default"} and rope.get("factor", 1) not in (None, 1):
-            raise UserError(
-                f"{name}.factor in {path} is {rope['factor']!r}, but rope_type default has no "
-                "factor. Name the type that the model was trained with, or delete the factor."
-            )
+        _require_no_factor(kinds, rope, name, path)
         if len(kinds) > 1 and kinds != {"mrope", "default"}:
             raise UserError(
                 f"{name} in {path} has two types, {' and '.join(sorted(kinds))}. Keep rope_type."
@@ -87,6 +83,15 @@ def _ropes(plain: Values, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]
             yield from ((f"{key}.{kind}", each) for kind, each in of_kinds.items())
         else:
             yield key, rope
+
+
+def _require_no_factor(kinds: set[str], rope: Mapping[str, Any], name: str, path: Path) -> None:
+    """Refuse a factor of the plain rotation, which has none."""
+    if kinds == {"default"} and rope.get("factor", 1) not in (None, 1):
+        raise UserError(
+            f"{name}.factor in {path} is {rope['factor']!r}, but rope_type default has no factor. "
+            "Name the type that the model was trained with, or delete the factor."
+        )
 
 
 def require_one_rope(plain: Values, path: Path) -> None:
