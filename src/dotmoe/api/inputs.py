@@ -28,7 +28,7 @@ _DIGITS = 12
 _PARTIAL = ".partial"
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 """Values of rows that JSON has not, and that say the same as text."""
-_TOKENIZER = "Give its tokenizer as well: tokenizer=AutoTokenizer.from_pretrained(...)."
+_TOKENIZER = "Give its tokenizer as well, as AutoTokenizer loads it: tokenizer=..."
 
 
 class Inputs:
