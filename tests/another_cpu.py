@@ -18,6 +18,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_RANDPERM = torch.randperm
+"""Bound here: a test may watch what dotmoe draws."""
+
 aten = torch.ops.aten
 FIRST_FACTOR = {
     **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot, aten._grouped_mm), 0),
@@ -66,7 +69,7 @@ class OtherCpu(TorchDispatchMode):
         return Random(repr((self.seed, *what))).getrandbits(32)
 
     def _order_of(self, size):
-        return torch.randperm(size, generator=torch.Generator().manual_seed(self.draw(size)))
+        return _RANDPERM(size, generator=torch.Generator().manual_seed(self.draw(size)))
 
 
 def is_plain(tensor):
