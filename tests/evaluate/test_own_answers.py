@@ -58,11 +58,29 @@ def test_a_model_beside_itself_loses_nothing(dense):
 def test_answers_that_reach_an_end_are_counted_beside_the_dense_models(dense, monkeypatch):
     greedy = replace(own_answers.ANSWERS, temperature=0.0, new_tokens=4)
     monkeypatch.setattr(own_answers, "ANSWERS", greedy)
-    with torch.no_grad():
-        ids = torch.tensor([ANSWERS[0].ids[:10]])
-        first = int(dense.model(input_ids=ids).logits[0, -1].argmax())
-    found = share_that_ends(dense.model, dense.tokenizer, ANSWERS[:1], seed=0)
+    question = [answer(30, 10, 5)]
+    first, second = stock_greedy(dense.model, question[0].ids[:10], 2)
+    assert first != second  # else the case below would be that of an empty answer
+    found = share_that_ends(dense.model, dense.tokenizer, question, seed=0)
     assert (found["ended"], found["dense_ended"], found["more_unfinished"]) == (0, 1, 1)
+    dense.tokenizer.eos_token_id = second
+    found = share_that_ends(dense.model, dense.tokenizer, question, seed=0)
+    assert (found["ended"], found["more_unfinished"], found["empty"]) == (1, 0, 0)
+
+
+def test_a_model_that_ends_its_turn_at_once_answers_nothing(dense, monkeypatch):
+    greedy = replace(own_answers.ANSWERS, temperature=0.0, new_tokens=4)
+    monkeypatch.setattr(own_answers, "ANSWERS", greedy)
+    (first,) = stock_greedy(dense.model, ANSWERS[0].ids[:10], 1)
     dense.tokenizer.eos_token_id = first
     found = share_that_ends(dense.model, dense.tokenizer, ANSWERS[:1], seed=0)
-    assert (found["ended"], found["more_unfinished"]) == (1, 0)
+    assert (found["ended"], found["more_unfinished"], found["empty"]) == (0, 1, 1)
+
+
+@torch.no_grad()
+def stock_greedy(model, prompt, tokens):
+    """The most likely continuation, each token from whole logits."""
+    ids = list(prompt)
+    for _ in range(tokens):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

@@ -154,24 +154,39 @@ def share_that_ends(
 ) -> Values:
     """Share of the questions that a model answers to an end, by the draws of the dense model.
 
+    An answer without text does not count: a damaged model ends its turn at once.
+
     Returns `ended`, and `dense_ended`, the share of the dense model's `answers`; their difference
-    `more_unfinished` with its standard error `more_unfinished_stderr` over questions; and the
-    longest answer, `new_tokens`.
+    `more_unfinished` with its standard error `more_unfinished_stderr` over questions; `empty`, the
+    share of answers without text; and the longest answer, `new_tokens`.
     """
     prompts = [answer.ids[: answer.answer_start] for answer in answers]
-    ends, done = end_tokens(model, tokenizer), dict[int, bool]()
+    ends, done, empty = end_tokens(model, tokenizer), dict[int, bool](), 0
     for made in continuations(model, prompts, ANSWERS, ends, seed=seed):
-        done[made.number] = made.finished
+        says_something = _says_something(tokenizer, made.ids, ends)
+        done[made.number] = made.finished and says_something
+        empty += not says_something
         on_progress(len(done), len(prompts))
     number = len(answers)
-    lost = [int(answer.finished) - int(done[place]) for place, answer in enumerate(answers)]
+    by_dense = [
+        answer.finished and _says_something(tokenizer, answer.ids[answer.answer_start :], ends)
+        for answer in answers
+    ]
+    lost = [int(before) - int(done[place]) for place, before in enumerate(by_dense)]
     return {
         "ended": sum(done.values()) / number,
-        "dense_ended": sum(answer.finished for answer in answers) / number,
+        "dense_ended": sum(by_dense) / number,
+        "empty": empty / number,
         "more_unfinished": sum(lost) / number,
         "more_unfinished_stderr": error_over(lost, [1] * number),
         "new_tokens": ANSWERS.new_tokens,
     }
+
+
+def _says_something(tokenizer: Any, ids: Sequence[int], ends: set[int]) -> bool:
+    """Whether an answer has text beside control tokens and blanks."""
+    said = [token for token in ids if token not in ends]
+    return bool(tokenizer.decode(said, skip_special_tokens=True).strip())
 
 
 def on_own_answers(
@@ -223,8 +238,8 @@ def own_answers_table(results: Mapping[str, Values]) -> Table:
             "answers that end": _shown_ends,
         },
         title="On answers that the dense model wrote itself",
-        note="KL(dense || model) in nats per answer token. Answers that end: within "
-        f"{ANSWERS.new_tokens} tokens, and of the dense model.",
+        note="KL(dense || model) in nats per answer token. Answers that end: with some "
+        f"text, within {ANSWERS.new_tokens} tokens, and of the dense model.",
     )
 
 
