@@ -434,7 +434,7 @@ def test_written_programs_and_sums_are_scored(tiny_dense, tmp_path, command, mon
     asked = []
 
     def answers(self, requests, disable_tqdm=False):
-        assert self.batch_size == 16  # though the logits of one whole context would fill the memory
+        assert self.batch_size == 64  # though the logits of one whole context would fill the memory
         for request in requests:
             asked.append(prompt := request.args[0])
             ends = (end for start, end, _ in PROBLEMS.values() if start in prompt)
@@ -466,6 +466,26 @@ def test_written_programs_and_sums_are_scored(tiny_dense, tmp_path, command, mon
     options["out"] = tmp_path / "other"
     said = command("evaluate", tiny_dense("llama"), tasks="gsm8k", **options)  # context 256
     assert (said.status, "Choose another task, or a longer context" in said.err) == (2, True)
+
+
+def test_answers_are_those_that_the_harness_writes_by_itself(tiny_dense):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model = tiny_dense("llama")
+    config = EvaluateConfig(model=str(model), tasks=("gsm8k",), load=LoadConfig(device="cpu"))
+    runner = harness_model(model, config)
+    asked = ["One", "Two and two", "Why? Because of it", "x" * 60, "3 + 4"]
+    plain = HFLM(pretrained=runner.model, tokenizer=runner.tokenizer, batch_size=3, max_length=128)
+    free = plain.generate_until([request(Instance, text, "\n\n\n") for text in asked])
+    for stop in ("\n\n\n", free[1][4:6], free[4][1:2]):
+        requests = [request(Instance, text, stop) for text in asked]
+        assert runner.generate_until(requests) == plain.generate_until(requests)
+
+
+def request(instance, text, stop):
+    options = {"until": [stop], "max_gen_toks": 12, "do_sample": False}
+    return instance("generate_until", {}, (text, options), 0)
 
 
 @pytest.mark.parametrize("definition", ["cruxeval/cruxeval_input", "cruxeval/cruxeval_output"])

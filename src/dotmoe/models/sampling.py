@@ -53,19 +53,27 @@ def continuations(
     ends: Collection[int],
     *,
     seed: int = 0,
+    has_ended: Callable[[list[int]], bool] = lambda ids: False,
     on_finished: Callable[[int], None] = lambda rows: None,
 ) -> Iterator[Continuation]:
     """Continue each prompt until a token of `ends`; yields a batch of rows when its last is done.
+
+    A row also ends where `has_ended` is true of its new ids, which it gets after each of them.
 
     Prompts of similar length share a batch. What is drawn for a prompt depends on `seed` and its
     place in the list, not on the rows beside it, but for rounding. `on_finished` gets the number of
     rows that have ended, after each step.
     """
+    of_ends = set(ends)
+
+    def is_done(ids: list[int]) -> bool:
+        return ids[-1] in of_ends or has_ended(ids)
+
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for start in range(0, len(order), how.rows):
         numbers = order[start : start + how.rows]
         rows = {number: prompts[number] for number in numbers}
-        yield from _batch(model, rows, how, set(ends), seed, partial(_tell, on_finished, start))
+        yield from _batch(model, rows, how, is_done, seed, partial(_tell, on_finished, start))
 
 
 def _tell(on_finished: Callable[[int], None], before: int, ended: int) -> None:
@@ -76,7 +84,7 @@ def _batch(
     model: Any,
     prompts: dict[int, Sequence[int]],
     how: Sampling,
-    ends: set[int],
+    is_done: Callable[[list[int]], bool],
     seed: int,
     on_finished: Callable[[int], None],
 ) -> Iterator[Continuation]:
@@ -90,7 +98,7 @@ def _batch(
             if number in finished:
                 continue
             grown[number].append(token)
-            if token in ends:
+            if is_done(grown[number]):
                 finished.add(number)
         on_finished(len(finished))
         left = [place for place, number in enumerate(growing.numbers) if number not in finished]

@@ -11,17 +11,22 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import Tensor
+
 from dotmoe.common.errors import UserError, nearest, one_line, require_package
 from dotmoe.common.files import Values, write_json
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import loaded
 from dotmoe.measure.evaluate.programs import CodeEval
+from dotmoe.models.chat import end_tokens
 from dotmoe.models.family import head_dim
+from dotmoe.models.sampling import Sampling, continuations
 
 MAX_NUMBERS = 1 << 28
 """Logits, or keys and values, of one batch of requests (1 GiB in float32); one may have more."""
 CPU_BATCH, GPU_BATCH = 16, 64
-"""Requests per forward pass: more are no faster on a CPU; on a GPU the harness tries up to this."""
+"""Requests scored at once: more are no faster on a CPU; on a GPU the harness tries up to this."""
 CHAT_ANSWER = 1_024  # tokens: the harness ends at 256, and chat models explain for longer
 SPLITS = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
 
@@ -157,12 +162,21 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
         cached = 2 * sizes.num_hidden_layers * heads * head_dim(sizes)  # numbers a token
         most = length * int(sizes.vocab_size), min(length, 2 * CHAT_ANSWER) * cached
-        scored, written = (min(CPU_BATCH, max(1, MAX_NUMBERS // each)) for each in most)
+        rows = [max(1, MAX_NUMBERS // each) for each in most]
+        scored, written = min(CPU_BATCH, rows[0]), min(Sampling().rows, rows[1])
 
-    class Runner(HFLM):  # writing answers, it keeps the logits of one position
+    class Runner(HFLM):
         def generate_until(self, *requests: Any, **options: Any) -> Any:
             with patch.object(self, "batch_size_per_gpu", written):
                 return super().generate_until(*requests, **options)
+
+        def _model_generate(
+            self, context: Tensor, max_length: int, stop: list[str], **options: Any
+        ) -> Tensor:
+            if options.get("do_sample") or options.get("temperature"):
+                drawn: Tensor = super()._model_generate(context, max_length, stop, **options)
+                return drawn
+            return _continued(self, context, options["attention_mask"], max_length, stop)
 
     if config.chat_template:
         Runner.max_gen_toks = min(CHAT_ANSWER, length // 2)
@@ -173,6 +187,32 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         max_batch_size=GPU_BATCH,
         max_length=config.max_length,
     )
+
+
+def _continued(
+    runner: Any, context_BT: Tensor, is_read_BT: Tensor, max_length: int, stops: list[str]
+) -> Tensor:
+    """Contexts with the most likely continuation up to one of some texts, as `generate` gives it.
+
+    Rows that reach theirs leave the batch, so none waits for the longest one.
+    """
+    tokenizer, width = runner.tokenizer, context_BT.shape[1]
+    reach = max(map(len, stops)) + 2  # tokens: each has a character or more, but for parts of one
+
+    def has_ended(ids: list[int]) -> bool:
+        end = tokenizer.decode(ids[-reach:])
+        return any(stop in end for stop in stops)
+
+    rows = zip(context_BT.tolist(), is_read_BT.bool(), strict=True)
+    prompts = [torch.tensor(row)[is_read.cpu()].tolist() for row, is_read in rows]
+    greedy = Sampling(temperature=0.0, new_tokens=max_length - width, rows=len(prompts))
+    filled_BT = context_BT.new_full((len(prompts), max_length), tokenizer.pad_token_id)
+    filled_BT[:, :width] = context_BT
+    ends = end_tokens(runner.model, tokenizer)
+    for made in continuations(runner.model, prompts, greedy, ends, has_ended=has_ended):
+        ids = torch.tensor(made.ids, device=filled_BT.device)
+        filled_BT[made.number, width : width + len(ids)] = ids
+    return filled_BT
 
 
 def run_tasks(
