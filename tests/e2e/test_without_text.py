@@ -127,6 +127,33 @@ def test_a_finetuning_reads_other_answers_and_measures_on_the_same(speaker, tmp_
     assert set(measured) >= {"moe"}
 
 
+def test_rivals_are_fitted_to_the_same_chats_and_measured_on_the_same_answers(
+    speaker, tmp_path, heldout_file, command
+):
+    out = tmp_path / "compared"
+    read = ("experts", "active_experts", "calibration_tokens", "seq_len", "heldout_answers")
+    options = {name: OPTIONS[name] for name in read if name in OPTIONS}
+    options |= {"eval_text": heldout_file, "repair_tokens": 512, "finetune_steps": 1}
+    options["methods"] = ["dot_moe", "static_pruning", "magnitude_2_4", "slicegpt"]
+    done = command("compare", speaker, out, **options)
+    assert done.status == 0, done.err
+    runs = ("dot_moe-untrained", "static_pruning-own", "magnitude_2_4", "slicegpt")
+    for name in ("fitted", "alike", "others"):
+        files = {(out / run / f"0_answers/{name}.jsonl").read_bytes() for run in runs}
+        assert len(files) == 1
+    rows = {
+        (row["run"], row.get("weights")): row for row in read_json(out / "compare.json")["rows"]
+    }
+    for run in runs[2:]:
+        measured = read_json(out / run / "6_evaluate/results.json")["own_answers"]["pruned"]
+        assert rows[run, None]["kl_others"] == measured["others"]["kl"] > 0
+    for run in (*runs[:2], "dot_moe-untrained-finetuned"):
+        measured = read_json(out / run / "6_evaluate/results.json")["own_answers"]["moe"]
+        weights = "finetuned" if run.endswith("finetuned") else "repaired"
+        assert rows[run, weights]["kl_alike"] == measured["alike"]["kl"] > 0
+    assert "KL, other answers" in (out / "compare.md").read_text()
+
+
 def test_rows_that_ask_a_base_model_are_refused(tiny_dense, tmp_path, command):
     asking = tmp_path / "asking.jsonl"
     asking.write_text('{"prompt": "Who?"}\n')

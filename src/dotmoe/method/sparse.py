@@ -37,10 +37,13 @@ class SparseFFN(nn.Module):
 
     def __init__(self, dense: GatedFFN, layout: ExpertLayout, layer: int, routing: Routing) -> None:
         super().__init__()
-        weights_on = dense.gate.weight.device
+        weights_of_dense = dense.gate.weight
+        weights_on = weights_of_dense.device
         device = layout.router_LED.device if weights_on.type == "meta" else weights_on
         self.neurons_ES = nn.Buffer(layout.neurons_of_expert(layer).to(device), persistent=False)
         self.shared_M = nn.Buffer(layout.shared_neurons(layer).to(device), persistent=False)
+        self.num_neurons = weights_of_dense.shape[0]
+        """Those of the dense FFN, also the dropped ones, which are in no expert."""
         self.routing, self.activation = routing, dense.activation
         self.router = Router(layout.router_LED[layer].to(device), routing)
         rows = [w.detach() for w in (dense.gate.weight, dense.up.weight, dense.down.weight.T)]
@@ -74,14 +77,19 @@ class SparseFFN(nn.Module):
         return zip(("gate", "up", "down"), experts, shared, strict=True)
 
     def dense_rows(self) -> dict[str, Tensor]:
-        """Gate, up and (transposed) down of the dense FFN, [N, D] each; all ranks must call it."""
-        order = torch.cat([self.neurons_ES.flatten(), self.shared_M]).argsort()
+        """Gate, up and (transposed) down of the dense FFN, [N, D] each; all ranks must call it.
+
+        Dropped neurons, which no layout brings back, are 0.
+        """
+        place_R = torch.cat([self.neurons_ES.flatten(), self.shared_M])
         weights = {}
         for name, experts, shared in self.weights():
             rows_ND = full_tensor(experts.detach()).flatten(0, 1)
             if shared is not None:
                 rows_ND = torch.cat([rows_ND, full_tensor(shared.detach())])
-            weights[name] = rows_ND[order.to(rows_ND.device)]
+            whole_ND = rows_ND.new_zeros(self.num_neurons, rows_ND.shape[1])
+            whole_ND[place_R.to(rows_ND.device)] = rows_ND
+            weights[name] = whole_ND
         return weights
 
 

@@ -17,6 +17,7 @@ from dotmoe.common.progress import Progress
 from dotmoe.common.tables import to_markdown, without_html
 from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
+from dotmoe.models.chat import has_chats
 from dotmoe.models.family import DenseModel
 from dotmoe.models.identity import FINGERPRINT
 from dotmoe.models.load import describe_dense
@@ -24,10 +25,12 @@ from dotmoe.pipeline.convert import convert, exportable_splits
 from dotmoe.pipeline.finetune import finetune
 from dotmoe.pipeline.points import Point, points_of
 from dotmoe.pipeline.prune import budget_of, prune
-from dotmoe.pipeline.rows import Measured, Row, table
+from dotmoe.pipeline.rows import Measured, Row, on_answers, table
 from dotmoe.rivals.pruning import require
 from dotmoe.run.config import CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
+from dotmoe.run.defaults import default_sources
 from dotmoe.run.folder import RunFolder, provenance
+from dotmoe.text.answers import asks_by_name
 
 _OWN = "own, not exportable"
 
@@ -48,9 +51,16 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
             f"but targets is {config.experts.targets}. Leave one of the two out."
         )
     dense = describe_dense(config.model)
+    if not config.data.data:
+        sources = default_sources(dense.tokenizer)
+        config = replace(config, data=replace(config.data, data=sources))
     read = config.calibration_tokens(dense.widths.model)
     if config.repair:
         read += repair_tokens(config.repairing, exportable_splits(config, dense), dense.config)
+    if asks_by_name(config.data) or has_chats(dense.tokenizer):
+        # The same chats for all, whatever each of them reads.
+        tokens = config.answers.answer_tokens or read
+        config = replace(config, answers=replace(config.answers, answer_tokens=tokens))
     summary = _measure(config, points_of(config, read), dense, progress)
     summary["other_text"] = list(config.other_text)
     path = Path(config.out) / config.command
@@ -193,14 +203,18 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
         measured=Measured.of(results["frozen" if config.repair else "moe"], dense),
         details=results["granularity"],
     )
-    yield frozen
-    if config.repair:
+    answered = on_answers(results.get("own_answers", {}).get("moe", {}))
+    if not config.repair:
+        yield replace(frozen, **answered)
+    else:
+        yield frozen
         yield replace(
             frozen,
             weights="repaired",
             text_tokens=read + results["repair"]["tokens"],
             seconds=folder.seconds(*stages, "repair"),
             measured=Measured.of(results["moe"], dense),
+            **answered,
         )
     if exact is not None:
         own = replace(frozen, router=_OWN, measured=Measured.of(exact, dense))
@@ -220,6 +234,7 @@ def _pruned_row(point: Point, config: PruneRunConfig, results: dict[str, Any]) -
         text_tokens=found["calibration_tokens"],
         seconds=found["seconds"],
         measured=Measured.of(results["pruned"], results["dense"]),
+        **on_answers(results.get("own_answers", {}).get("pruned", {})),
         details={name: found[name] for name in ("calibration_tokens", "plan")},
     )
 
@@ -244,6 +259,7 @@ def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) ->
         run=str(out / row.run),
         out=str(out / name),
         data=replace(settings.data, seq_len=config.data.seq_len),
+        answers=replace(config.answers, answer_tokens=None),
         finetune=replace(settings.finetune, steps=config.finetune_steps),
         export=config.export,
         training=config.training,
@@ -260,6 +276,7 @@ def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) ->
         finetune_tokens=results["tokens"],
         seconds=(row.seconds or 0.0) + (RunFolder(out / name).seconds("finetune") or 0.0),
         measured=Measured.of(results["moe"], results["dense"]),
+        **on_answers(results.get("own_answers", {}).get("moe", {})),
     )
 
 

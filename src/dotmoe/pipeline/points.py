@@ -91,6 +91,7 @@ def _pruning_point(
     config = PruneRunConfig(
         model=plain.model,
         data=plain.data,
+        answers=plain.answers,
         load=plain.load,
         eval_text=plain.eval_text,
         other_text=plain.other_text,

@@ -4,6 +4,7 @@ tokenise -> prune -> evaluate
 """
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.write import export_dtype
+from dotmoe.measure.evaluate.own_answers import closeness_on, states_on
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.models.load import describe_dense, left_on_disk, load_dense
 from dotmoe.pipeline.stages import Run
@@ -39,7 +41,9 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
     with ExitStack() as work:
         if not run.start(work):
             dense = describe_dense(run.folder.model)
-            run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
+            tokens = config.calibrate.tokens(dense.widths.model)
+            run.answer(dense, tokens)
+            run.tokenise(dense, tokens)
             metrics = _prune(run, dense)
             run.write_results(lambda: _measure_pruned(run, dense, metrics))
         return run.results()
@@ -76,8 +80,14 @@ def _measure_pruned(run: Run, dense: DenseModel, metrics: dict[str, Any]) -> dic
     """Perplexity of the dense and the pruned model: a checkpoint, or a change made in memory."""
     folder, method = run.folder.stage("prune"), run.config.method
     runnable, applied = left_on_disk(dense, run.config.load), pruning.PRUNING[method].applied
-    results = run.perplexities(runnable, {} if applied else {"pruned": folder / pruning.MODEL})
+    exports = {} if applied else {"pruned": folder / pruning.MODEL}
+    taught = states_on(runnable, run.own)
+    results = run.perplexities(runnable, exports)
     if applied:
-        change = applied(runnable, **load_file(folder / pruning.TENSORS))
-        results["pruned"] = run.perplexity_within(change, method, runnable)
+        change = partial(applied, runnable, **load_file(folder / pruning.TENSORS))
+        results["pruned"] = run.perplexity_within(change(), method, runnable)
+        with change():
+            results["own_answers"] = {"pruned": closeness_on(taught, runnable.model, run.own)}
+    else:
+        results["own_answers"] = run.on_own_answers(runnable, exports, taught)
     return results | {"parameters": {"dense": num_parameters(dense.model)}, "pruning": metrics}

@@ -13,6 +13,7 @@ from dotmoe.measure.evaluate.difference import (
     error_of_mean,
     nats_with_error,
 )
+from dotmoe.text.answers import ALIKE, OTHERS
 
 MATCHED = 0.01
 """Largest relative deviation of active parameters from the budget that is called matched."""
@@ -82,6 +83,13 @@ class Row:
     finetune_tokens: int | None = None
     seconds: float | None = None
     measured: Measured
+    kl_alike: float | None = None
+    """KL(dense || model) in nats per token of held-out answers of the dense model, to prompts of
+    the kinds that a fit reads."""
+    kl_alike_stderr: float | None = None
+    kl_others: float | None = None
+    """The same for prompts of kinds that no fit reads."""
+    kl_others_stderr: float | None = None
     losses: Sequence[float] = ()
     """Losses above the dense model of all seeds, in a row that merges them."""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -106,6 +114,16 @@ class Row:
             measured=Measured(**{name: record[name] for name in of_measured & record.keys()}),
             details={name: record[name] for name in others},
         )
+
+
+def on_answers(closeness: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Columns of a row from the results of one model on held-out answers; see `on_own_answers`."""
+    columns = dict[str, float]()
+    for kind in (ALIKE, OTHERS):
+        if kind in closeness:
+            columns[f"kl_{kind}"] = closeness[kind]["kl"]
+            columns[f"kl_{kind}_stderr"] = closeness[kind]["kl_stderr"]
+    return columns
 
 
 def over_seeds(rows: Iterable[Row]) -> list[Row]:
@@ -155,6 +173,8 @@ def table(summary: Mapping[str, Any], *, brief: bool = False) -> Table:
         "nats above dense": lambda row: _above(row, dense),
         "above the best": lambda row: _above(row, best),
         "other text": lambda row: _shown(row.measured.other_loss, _as_perplexity),
+        "KL, answers": lambda row: _kl(row.kl_alike, row.kl_alike_stderr),
+        "KL, other answers": lambda row: _kl(row.kl_others, row.kl_others_stderr),
         "seeds": spread,
         "active parameters": lambda row: _shown(row.parameters, millions),
         "stored": lambda row: _shown(row.stored, millions),
@@ -164,7 +184,7 @@ def table(summary: Mapping[str, Any], *, brief: bool = False) -> Table:
         "tokens": lambda row: _shown(row.text_tokens, "{:,}".format),
         "seconds": lambda row: _shown(row.seconds, "{:.0f}".format),
     }
-    for name in ("other text", "seeds", "budget", "shared"):
+    for name in ("other text", "KL, answers", "KL, other answers", "seeds", "budget", "shared"):
         if not any(map(columns[name], rows)):
             del columns[name]
     if brief:
@@ -195,6 +215,11 @@ def _notes(summary: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
         notes.append(f"Other text, perplexity: {', '.join(other)}.")
     if dense.measured.window_losses:  # not in records of an earlier version
         notes.append("±: one standard error, over windows and seeds; inconclusive: within two.")
+    if any(row.kl_alike is not None for row in others):
+        notes.append(
+            "KL: from the dense model, in nats per token of its own held-out answers, to prompts "
+            "as in the fit and to other prompts."
+        )
     for row in others:
         if row.measured.window != dense.measured.window:
             notes.append(f"{row.run} is measured in windows of {row.measured.window}, its context.")
@@ -206,6 +231,10 @@ def _notes(summary: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
 def _shown(value: Any, form: Callable[[Any], str]) -> str | None:
     """A formatted value; None if there is none."""
     return None if value is None else form(value)
+
+
+def _kl(kl: float | None, stderr: float | None) -> str | None:
+    return None if kl is None else nats_with_error(kl, stderr, ".3f")
 
 
 def _as_perplexity(loss: float) -> str:

@@ -53,10 +53,10 @@ from dotmoe.models.scoring import loss_of
 from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
-from dotmoe.text.answers import OwnAnswers, own_answers
+from dotmoe.text.answers import OwnAnswers, asks_by_name, own_answers
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import AnswersConfig
-from dotmoe.text.sources import PROMPTS, SELF, fingerprint_of, means
+from dotmoe.text.sources import SELF, fingerprint_of
 from dotmoe.text.tokenise import (
     NO_ANSWERS,
     OTHER,
@@ -177,7 +177,7 @@ class Run:
         Rank zero alone writes. There is no such stage if a run neither asks nor can be asked.
         """
         data, how = self.converted.data, self.config.answers
-        asks = self._asks()
+        asks = asks_by_name(data)
         if not asks and not has_chats(dense.tokenizer):
             return
         if dense.weights == "shards":
@@ -206,15 +206,9 @@ class Run:
 
         self.own = self.stage("answers", OwnAnswers.load, make)
 
-    def _asks(self) -> bool:
-        """Whether the data ask the dense model to write, as they do where none are named."""
-        sources = self.converted.data.data
-        asked = any(means(source, name) for source in sources for name in (PROMPTS, SELF))
-        return asked or not sources
-
     def _require_asked(self, dense: DenseModel) -> None:
         """Refuse options of answers where no answers are written."""
-        if self._asks() or has_chats(dense.tokenizer):
+        if asks_by_name(self.converted.data) or has_chats(dense.tokenizer):
             return
         how = self.config.answers
         if how.answer_tokens is not None:
@@ -356,7 +350,7 @@ class Run:
             missing = [f"{said[0].upper()}{said[1:]}." for said in self.text.notes]
             note = " ".join([text, *missing])
             table = replace(perplexity.perplexity_table(results), note=note)
-            answered = self._on_own_answers(dense, exports, taught)
+            answered = self.on_own_answers(dense, exports, taught)
             tables = [table]
             if answered:
                 tables.append(own_answers_table({"this model": answered["moe"]}))
@@ -373,11 +367,11 @@ class Run:
 
         self.write_results(measured)
 
-    def _on_own_answers(
+    def on_own_answers(
         self, dense: DenseModel, exports: dict[str, Path], taught: dict[str, DenseStates]
     ) -> dict[str, Any]:
         """Closeness of exports on held-out answers, by name; empty if there are none."""
-        if not taught:
+        if not taught:  # no bar of nothing
             return {}
         with self.progress.bar("held-out answers") as update:
             how = self.config.seed, update

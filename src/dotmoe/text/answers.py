@@ -368,6 +368,12 @@ class Answering:
             return read(path) if path.is_file() else write(path)
 
 
+def asks_by_name(data: DataConfig) -> bool:
+    """Whether names of sources ask the dense model to write, as they do where none is named."""
+    sources = data.data
+    return not sources or any(means(source, name) for source in sources for name in (PROMPTS, SELF))
+
+
 def require_chats(tokenizer: Any, data: DataConfig) -> None:
     """Refuse to ask a model that has no chat template."""
     if not has_chats(tokenizer):

@@ -69,6 +69,16 @@ def states_on(dense: DenseModel, own: OwnAnswers) -> dict[str, DenseStates]:
     return {name: states_of(dense, answers) for name, answers in sets.items() if answers}
 
 
+def closeness_on(
+    taught: Mapping[str, DenseStates], model: Any, own: OwnAnswers, on_progress: Update = no_update
+) -> dict[str, Values]:
+    """`measure_closeness` of a model on both sets of held-out answers, by name."""
+    return {
+        kind: measure_closeness(states, model, getattr(own, kind), on_progress)
+        for kind, states in taught.items()
+    }
+
+
 @torch.no_grad()
 def measure_closeness(
     dense: DenseStates, other: Any, answers: Sequence[Answer], on_progress: Update = no_update
@@ -207,10 +217,7 @@ def on_own_answers(
     results = dict[str, Values]()
     for name, folder in exports.items():
         model: Any = load_weights(folder, known_TD.dtype).to(known_TD.device)
-        results[name] = {
-            kind: measure_closeness(states, model, getattr(own, kind), on_progress)
-            for kind, states in taught.items()
-        }
+        results[name] = closeness_on(taught, model, own, on_progress)
         if name == list(exports)[-1]:
             for kind in taught:
                 how = getattr(own, kind), seed, on_progress
