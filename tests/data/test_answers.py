@@ -1,7 +1,6 @@
 """Own answers. Oracles: the tokenizer's chat template, the model's argmax, a killed writer."""
 
 import json
-from itertools import islice
 
 import pytest
 
@@ -73,10 +72,25 @@ def test_a_stopped_writer_goes_on_after_what_it_wrote(speaker, tmp_path, monkeyp
 
 
 def test_a_model_writes_turns_of_its_own_without_repeats(speaker):
-    turns = list(islice(own_turns(speaker, seed=0), 5))
-    words = [turn.messages[0]["content"] for turn in turns]
+    words = [turn.messages[0]["content"] for turn in own_turns(speaker, 5, seed=0)]
     assert len(set(words)) == 5
     assert all(words)
+    others = {turn.messages[0]["content"] for turn in own_turns(speaker, 5, seed=1)}
+    assert not others & set(words)
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("What is 2.5 miles? Tell me in kilo", "What is 2.5 miles?"),
+        ("Sort this.\n\nThen do", "Sort this."),
+        ("\u4f60\u597d\uff01\u8bf7\u5199", "\u4f60\u597d\uff01"),
+        ("Write a function that ret", "Write a function that"),
+        ("Unfinishe", ""),
+    ],
+)
+def test_a_turn_that_does_not_end_is_cut_behind_a_sentence(written, kept):
+    assert answers._whole_sentences(written) == kept
 
 
 def test_prompts_of_the_package_are_distinct_and_none_is_measured_and_fitted():

@@ -7,11 +7,12 @@ the dense model writes the text that it is fitted to (docs/guides/text.md).
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from importlib.resources import files
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,14 +34,16 @@ HELD_OUT = 8
 """One prompt in so many is held out: its answers are measured on and never fitted."""
 ANSWERS = Sampling()
 """How a model answers: as its makers advise for most."""
-TURNS = Sampling(temperature=1.0, top_k=100, new_tokens=160)
-"""How a model writes the user's turns: with more variety than its answers."""
+TURNS = Sampling(temperature=1.0, top_k=100, new_tokens=96)
+"""How a model writes the user's turns: with more variety than its answers, and shorter."""
 FREE = Sampling(temperature=1.0, top_k=1_000)
 """How a base model writes from nothing."""
 FITTED, ALIKE, OTHERS = "fitted", "alike", "others"
 """Answers to fit to; held-out ones to prompts of the same kinds; and of kinds that no fit reads."""
 _AT_ONCE = 128
 _SHORTEST_TURN = 4  # tokens
+_SENTENCE_END = re.compile("[.?!](?=\\s)|\n|[\u3002\uff1f\uff01]")
+"""The last three are Chinese and Japanese."""
 _ROUNDS = 4
 """How often the same prompts are answered, if that takes to get the tokens."""
 
@@ -103,21 +106,35 @@ def questions_in(data: DataConfig, tokenizer: Any) -> list[Question]:
     return found
 
 
-def own_turns(dense: DenseModel, seed: int) -> Iterator[Question]:
-    """User's turns that the model writes after its template's bare opening, without end or repeats.
+def own_turns(
+    dense: DenseModel, number: int, seed: int, on_progress: Update = no_update
+) -> list[Question]:
+    """Different user's turns that the model writes after its template's bare opening.
 
-    Turns that do not end within `TURNS.new_tokens`, or hardly begin, are left out.
+    Two thirds of them do not end in `TURNS.new_tokens`; these are cut behind a sentence, so that
+    none is paid for and thrown away. There are fewer than `number` if the model repeats itself.
     """
-    tokenizer, seen = dense.tokenizer, set[str]()
+    tokenizer, found = dense.tokenizer, dict[str, Question]()
     opening, ends = user_opening(tokenizer), end_tokens(dense.model, tokenizer)
-    while True:
-        several = [opening] * _AT_ONCE
-        for turn in continuations(dense.model, several, TURNS, ends, seed=seed):
-            text = tokenizer.decode(turn.ids[:-1]).strip()
-            if turn.finished and len(turn.ids) > _SHORTEST_TURN and text not in seen:
-                seen.add(text)
-                yield question(text, SELF)
-        seed += 1
+    for draw in range(_ROUNDS):
+        several, draws = [opening] * (number - len(found)), seed * _ROUNDS + draw
+        for turn in continuations(dense.model, several, TURNS, ends, seed=draws):
+            text = tokenizer.decode([token for token in turn.ids if token not in ends])
+            text = text.strip() if turn.finished else _whole_sentences(text)
+            if len(turn.ids) > _SHORTEST_TURN and text:
+                found.setdefault(text, question(text, SELF))
+            on_progress(len(found), number)
+        if len(found) == number:
+            break
+    return list(found.values())
+
+
+def _whole_sentences(text: str) -> str:
+    """Text up to where its last sentence or paragraph ends; without one, up to its last word."""
+    ends = [found.end() for found in _SENTENCE_END.finditer(text.strip())]
+    if ends:
+        return text.strip()[: ends[-1]].strip()
+    return text.strip().rpartition(" ")[0]
 
 
 # --- answers -----------------------------------------------------------------------------------
@@ -307,8 +324,8 @@ class Answering:
         """User's turns that the model writes."""
 
         def write(path: Path) -> list[Question]:
-            self._progress.log(f"{number} questions are written by the model itself")
-            turns = list(islice(own_turns(self._dense, seed), number))
+            with self._progress.bar("questions that the model writes itself") as update:
+                turns = own_turns(self._dense, number, seed, update)
             write_text(path, json.dumps([asdict(turn) for turn in turns], ensure_ascii=False))
             return turns
 
@@ -347,8 +364,9 @@ class Answering:
         mixed = random.Random(0).sample(questions, len(questions))
         rounds = 1 if itself else _ROUNDS
         for number in range(first_round, first_round + rounds):
-            for start in range(0, len(mixed), _AT_ONCE):
-                yield self._seed_of(number), mixed[start : start + _AT_ONCE]
+            portions = -(-len(mixed) // _AT_ONCE)  # of one size: a few rows are as slow as many
+            for portion in range(portions):
+                yield self._seed_of(number), mixed[portion::portions]
         for number in count(first_round + rounds) if itself else ():
             seed = self._seed_of(number)
             yield seed, self.turns(_AT_ONCE, seed)
