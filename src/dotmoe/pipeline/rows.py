@@ -116,9 +116,9 @@ class Row:
         )
 
 
-def on_answers(closeness: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def on_answers(closeness: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Columns of a row from the results of one model on held-out answers; see `on_own_answers`."""
-    columns = dict[str, float]()
+    columns = dict[str, Any]()
     for kind in (ALIKE, OTHERS):
         if kind in closeness:
             columns[f"kl_{kind}"] = closeness[kind]["kl"]
