@@ -186,7 +186,9 @@ def _valid_config(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of any type: it depends on the invalid value
-        why = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+        why = one_line(error)
+        if isinstance(error, KeyError):  # a bare key, or a sentence that its text would quote
+            why = error.args[0] if " " in str(error.args[0]) else f"{error} is missing"
         raise UserError(
             f"{path} is no valid {read_json(path)['model_type']} config ({why}). "
             "Compare it with the original checkpoint's."
