@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from dotmoe.cli import COMMANDS
 from dotmoe.cli.arguments import CONFIGS, command_options, config_of
 from dotmoe.cli.entry import message_of
 from dotmoe.common.errors import UserError
+from dotmoe.common.options import values_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import formats_like
 from dotmoe.export.llama_cpp import Runtime
@@ -27,7 +29,7 @@ from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.baselines.contract import optimal_assignment
 from dotmoe.rivals.config import BaselineConfig
 from dotmoe.rivals.pruning import PRUNING
-from dotmoe.run.config import recipe
+from dotmoe.run.config import finetune_recipe, recipe
 from runs import refusal
 
 WITH_LORA = ("RUN", "OUT", "--train", "lora")
@@ -188,6 +190,61 @@ def test_what_a_recipe_or_config_names_may_be_left_out(line, tmp_path):
     else:
         found = config_of(name, words)
         assert (found.model, found.out) == NAMED[line]
+
+
+IN_A_FILE = {
+    "convert": {
+        ("lte_steps", "baseline", 7, ""): "is 7, but it is for --method lte alone.",
+        ("lte_steps", "baseline", 7, "--method lte"): None,
+        ("lr", "align", 0.5, ""): "is an option of the alignment, which is off.",
+        ("lr", "align", 0.01, ""): "is an option of the alignment",  # a value of another recipe
+        ("lr", "align", 0.5, "--steps 3"): None,
+        ("time", None, "1h", ""): "is 1h, but a repair is chosen by --time alone. Give --time 1h",
+        ("time", None, "1h", "--time 2h"): None,
+        ("repair_tokens", "repairing", 4096, "--no-repair"): None,  # it has an effect in the file
+    },
+    "inspect": {
+        ("tau_end", "assignment", 0.5, ""): "is 0.5, but it is for --steps or --start random"
+    },
+    "compare": {
+        ("lte_steps", "baseline", 7, "--methods cmoe"): "is 7, but it is for lte among --methods",
+        ("lte_steps", "baseline", 7, "--methods lte"): None,
+    },
+    "finetune": {("lora_rank", "finetune", 3, ""): "is 3, but it is for --train lora alone."},
+}
+
+
+@pytest.mark.parametrize("beside_a_run", [False, True])
+@pytest.mark.parametrize("name", IN_A_FILE)
+def test_a_config_file_is_refused_for_an_option_without_effect(name, beside_a_run, tmp_path):
+    file = tmp_path / "config.json"
+    start = recipe(model="M", out="OUT")
+    if name == "finetune":
+        start = finetune_recipe(run="RUN", out="OUT")
+    for (option, group, value, line), wrong in IN_A_FILE[name].items():
+        values = values_of(start)
+        if beside_a_run:
+            (tmp_path / "manifest.json").write_text(json.dumps({"config": values}))
+        (values[group] if group else values)[option] = value
+        file.write_text(json.dumps(values))
+        words = ["--config", str(file), *line.split()]
+        if wrong is None:
+            assert config_of(name, words)
+        else:
+            said = refusal(config_of, name, words)
+            assert said.startswith(f"{option} in {file} {wrong}")
+            assert f"or leave {option} in {file} out." in said
+
+
+def test_the_file_of_a_run_is_taken_whatever_its_command_line_switched_off(tmp_path):
+    """`--config` repeats a run, and so do options that had an effect before others were given."""
+    start = recipe(model="M", out="OUT", repair_tokens=4096)
+    values = values_of(replace(start, repair=False))
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    words = ["--config", str(tmp_path / "config.json")]
+    assert "repair_tokens" in refusal(config_of, "convert", words)
+    (tmp_path / "manifest.json").write_text(json.dumps({"config": values}))
+    assert config_of("convert", words) == replace(start, repair=False)
 
 
 @pytest.mark.parametrize(

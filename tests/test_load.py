@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
@@ -168,11 +168,27 @@ def with_a_tensor_missing_from_its_shard(folder):
     with_tensors(lambda tensors: tensors.pop(GATE), in_shards(folder)[GATE])(folder)
 
 
+def with_a_tensor_sent_to_another_shard(folder):
+    weight_map = in_shards(folder)
+    save_file({"unused": torch.ones(2)}, folder / "other.safetensors")
+    with_text(INDEX, json.dumps({"weight_map": weight_map | {GATE: "other.safetensors"}}))(folder)
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (without_a_shard, "model-0000.-of-.*safetensors cannot be read"),
-        (with_a_tensor_missing_from_its_shard, f"^{GATE} is missing from the saf"),
+        (
+            without_a_shard,
+            r"index\.json says that \S+ is in model-0000.-of-\S+, but there is no such file",
+        ),
+        (
+            with_a_tensor_missing_from_its_shard,
+            rf"index\.json says that {GATE} is in model-0000.-of-\S+, but it is in none of the f",
+        ),
+        (
+            with_a_tensor_sent_to_another_shard,
+            rf"index\.json says that {GATE} is in other\.safetensors, but it is in model-0000.-of",
+        ),
         (cut_short, "model.safetensors is no valid safetensors file"),
         (with_text("model.safetensors", "version https://git-lfs.github.com/spec/v1"), "lfs pull"),
         (

@@ -21,6 +21,7 @@ from dotmoe.api.inputs import Inputs
 from dotmoe.cli.arguments import command_options, config_of
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
+from dotmoe.common.options import values_of
 from dotmoe.common.progress import warnings_once
 from dotmoe.pipeline import stages
 from runs import TEXT, TINY_CONVERT, refusal, weights_of, words
@@ -139,6 +140,15 @@ def test_a_bad_call_says_so_in_one_line_and_writes_nothing(options, message, tmp
     assert "\n" not in said
     assert "--" not in said
     assert not list(tmp_path.iterdir())
+
+
+def test_a_config_file_is_refused_for_an_option_without_effect(tmp_path):
+    file = tmp_path / "config.json"
+    values = values_of(dotmoe.recipe(model="embedded", out="OUT"))
+    values["baseline"]["lte_steps"] = 7
+    file.write_text(json.dumps(values))
+    said = refusal(dotmoe.convert, config=file, progress=False)
+    assert said.startswith(f"lte_steps in {file} is 7, but it is for method lte alone.")
 
 
 def test_a_loaded_model_needs_its_tokenizer_and_all_of_its_weights(

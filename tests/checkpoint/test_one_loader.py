@@ -108,6 +108,17 @@ def in_shards(folder, *, stale=True):
     (folder / INDEX).write_text(json.dumps({"weight_map": files}))
 
 
+def sent_to(shard):
+    """Shards whose index sends a tensor of the first to another one."""
+
+    def change(folder):
+        in_shards(folder, stale=False)
+        files = json.loads((folder / INDEX).read_text())["weight_map"]
+        put_into(folder / INDEX, weight_map=files | {UP: shard})
+
+    return change
+
+
 def twice(folder):
     """The weights whole and in shards, as after saving a model over another."""
     tensors = load_file(folder / "model.safetensors")
@@ -152,6 +163,14 @@ REFUSED = {
     "pruned": (pruned, "Layers of a pruned model differ in width"),
     "head": (without_the_head, "no lm_head.*tie_word_embeddings"),
     "stale": (in_shards, f"{UP} is stored twice, in .*model-1.*model-2"),
+    "wrong shard": (
+        sent_to("model-2.safetensors"),
+        rf"index\.json says that {UP} is in model-2\.safetensors, but it is in model-1",
+    ),
+    "no shard": (
+        sent_to("model-9.safetensors"),
+        rf"index\.json says that {UP} is in model-9\.safetensors, but there is no such file",
+    ),
     "two": (twice, "model.safetensors and model.safetensors.index.json.*Delete the one"),
     "tied": (config(tie_word_embeddings=True), "differ, but its config.json ties them"),
     "gguf": (only_a_gguf, r"but Model\.Q8_0\.GGUF. Name that file"),

@@ -293,10 +293,9 @@ def test_weights_with_no_place_are_refused(name, tensor, words, tiny_dense, expo
         tensors[name] = tensor
     stock = AutoModelForCausalLM.from_pretrained(dense.folder)
     assert stock.lm_head.weight is not stock.model.embed_tokens.weight
-    with pytest.raises(UserError, match=f"{name}.*{words}"):
-        require_exportable(dense, (SPLIT,), ExportConfig())
-    with pytest.raises(UserError, match=f"{name}.*{words}"):
-        exported(dense)
+    for reads in (exported, lambda dense: describe_dense(dense.source)):
+        with pytest.raises(UserError, match=f"{name}.*{words}"):
+            reads(dense)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 

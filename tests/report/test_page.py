@@ -316,6 +316,34 @@ def test_an_edited_export_is_measured_as_it_is_and_the_page_says_so(
     assert f"{export}/config.json is damaged: 99 of " in command("evaluate", run, **text).refusal()
 
 
+def test_every_command_that_reads_a_run_says_that_its_export_was_edited(
+    finished, finetuned, command, tmp_path, caplog, forked_workers
+):
+    run = finished.copied_to(tmp_path / "run").folder
+    edited, said = run / "5_export" / "config.json", "was edited after the export (num_experts_per"
+    put_into(edited, num_experts_per_tok=5)
+    short = {"batch_sizes": 1, "prompt_tokens": 0, "context_tokens": 8, "decode_steps": 1}
+    commands = {
+        "analyse": (run,),
+        "export": (run, tmp_path / "again"),
+        "finetune": (run, tmp_path / "finetuned"),
+        "bench": (finished.source, run),
+    }
+    options = {
+        "analyse": {"tokens": 64},
+        "export": {"device": "cpu"},
+        "finetune": finetuned.options,
+        "bench": {**short, "rounds": 1, "json": []},
+    }
+    for name, places in commands.items():
+        caplog.clear()
+        ran = command(name, *places, **options[name])
+        assert ran.status == 0, ran.err
+        assert f"{edited} {said}" in caplog.text + ran.err, name
+    put_into(edited, num_experts_per_tok=13)
+    assert "is 13, but there are 12 experts a layer" in command("analyse", run).refusal()
+
+
 def test_a_page_without_matplotlib_says_so(bare, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert run(["report", str(bare)]) == 0

@@ -23,7 +23,15 @@ from dotmoe.cli.options import Option, options_of
 from dotmoe.cli.table import COMMANDS
 from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError
-from dotmoe.common.options import ARGUMENT, REQUIRED, built, check, in_python, marked_fields
+from dotmoe.common.options import (
+    ARGUMENT,
+    REQUIRED,
+    built,
+    check,
+    in_python,
+    marked_fields,
+    require_effect,
+)
 from dotmoe.common.progress import Progress, warnings_once
 from dotmoe.measure import bench as benchmarks
 from dotmoe.measure.evaluate import MEASUREMENTS
@@ -81,7 +89,7 @@ def _with_options_of(command: str) -> Callable[[Function], Function]:
 def _options(command: str) -> list[Option]:
     """The options that a function takes, with the defaults of its first recipe."""
     like = "convert" if command == "prune" else command
-    start, _ = start_of(like, {})
+    start = start_of(like, {}).config
     options = with_start(like, tuple(options_of(CONFIGS[like], start)))
     return [option for option in options if option.name not in _NOT_HERE]
 
@@ -396,10 +404,11 @@ class Call:
                     f"{name} is for the command line; the result is a dict. Leave it out."
                 )
         start = {name: options[name] for name in starts if options.get(name) is not None}
-        self.start, named = start_of("convert" if command == "prune" else command, start)
+        self.file = str(start.get("config", ""))
+        self.start = start_of("convert" if command == "prune" else command, start)
         names = [name for name, _, marks in marked_fields(self.cls) if ARGUMENT in marks]
         given = {name: each for name, each in zip(names, (first, second), strict=False) if each}
-        self.arguments = {**named, **given}
+        self.arguments = {**self.start.named, **given}
         self._require_all()
 
     @property
@@ -420,8 +429,9 @@ class Call:
             if name in values:
                 values[name] = inputs.text(values[name], name) if inputs else "in-memory"
         values = in_python(self.cls, values, f"dotmoe.{self.command}")
-        config = built(self.cls, self.start, values)
+        config = built(self.cls, self.start.config, values)
         check(config, self.given)
+        require_effect(config, self.start.unused, self.file)
         return config
 
     def _model(self, model: Any, inputs: Inputs | None) -> str:

@@ -19,7 +19,16 @@ from dotmoe.cli.options import Option, options_of, summary_of
 from dotmoe.cli.table import COMMANDS
 from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.files import DamagedError, read_json
-from dotmoe.common.options import built, check, from_values, marked_fields
+from dotmoe.common.options import (
+    built,
+    changed,
+    check,
+    flat,
+    from_values,
+    marked_fields,
+    require_effect,
+    without_effect,
+)
 from dotmoe.measure import config as measuring
 from dotmoe.run import config as running
 from dotmoe.run.config import RECIPES, RunConfig, recipe_of
@@ -40,6 +49,17 @@ CONFIGS = {
     "report": measuring.ReportConfig,
 }
 """The class of each command's options."""
+
+
+class Start(NamedTuple):
+    """What a command starts from: a recipe, or a config file."""
+
+    config: Any
+    """One of the command's class; None if it has no recipes."""
+    named: dict[str, str]
+    """Arguments that it names."""
+    unused: tuple[str, ...]
+    """Options that somebody wrote into the file, and that have no effect by themselves."""
 
 
 class _Words(NamedTuple):
@@ -66,11 +86,14 @@ def config_of(command: str, line: Sequence[str]) -> Any:
             print(_help(command, words, is_whole="--help-all" in asked))
             raise SystemExit(0)
         given = _sorted(words, options)
-        start, named = start_of(command, given.options)
-        config = _config(f"dotmoe {command}", CONFIGS[command], options, words, start, named)
+        start = start_of(command, given.options)
+        config = _config(
+            f"dotmoe {command}", CONFIGS[command], options, words, start.config, start.named
+        )
     except UserError as error:
         raise UserError(f"{error} See dotmoe {command} --help.") from error
     check(config, given.options)
+    require_effect(config, start.unused, given.options.get("config", ""))
     return config
 
 
@@ -203,21 +226,20 @@ def _sorted(words: Sequence[str], options: Sequence[Option]) -> _Words:
     return _Words(vars(given), [word for word in arguments if word != "--"])
 
 
-def start_of(command: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The config of --recipe or --config as one of the command, and the arguments that it names."""
+def start_of(command: str, given: dict[str, Any]) -> Start:
+    """What --recipe or --config gives a command to start from."""
     recipes = COMMANDS[command].recipes
     if recipes is None:
-        return None, {}
+        return Start(None, {}, ())
     if "recipe" in given and "config" in given:
         raise UserError("--recipe and --config both name a starting config. Give one of them.")
-    start = recipe_of(recipes, given.get("recipe"))
+    start, unused = recipe_of(recipes, given.get("recipe")), list[str]()
     if "config" in given:
-        file = given["config"]
-        try:
-            start = from_values(type(start), read_json(Path(file)), file)
-        except DamagedError as error:
-            raise UserError(f"{error}. Name the config.json of a run.") from error
+        start = _config_in(Path(given["config"]), type(start))
+        edited = _edited(Path(given["config"]), start, recipes)
+        unused = [name for name, _ in without_effect(start, edited)]
         if isinstance(start, RunConfig):  # its repair is the one that the time allowed
+            _require_repair_of_time(given, start, edited)
             start = replace(start, time=None)
     values = {field.name: getattr(start, field.name) for field in fields(start)}
     named = {name: values[name] for name in ("model", "run", "out") if values.get(name)}
@@ -225,7 +247,39 @@ def start_of(command: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
         values["method"] = "dot_moe"
     if command == "inspect":
         values["out"] = ""
-    return CONFIGS[command](**values), named
+    return Start(CONFIGS[command](**values), named, tuple(unused))
+
+
+def _config_in(file: Path, cls: type[Config]) -> Config:
+    try:
+        return from_values(cls, read_json(file), str(file))
+    except DamagedError as error:
+        raise UserError(f"{error}. Name the config.json of a run.") from error
+
+
+def _require_repair_of_time(given: dict[str, Any], start: RunConfig, edited: set[str]) -> None:
+    """Refuse a time that somebody wrote into a config file, since it chooses no repair there."""
+    is_chosen = not edited.isdisjoint(flat(start.repairing))
+    if start.time and "time" in edited and not is_chosen and "time" not in given:
+        option = f"time in {given['config']}"
+        raise UserError(
+            f"{option} is {start.time}, but a repair is chosen by --time alone. "
+            f"Give --time {start.time}, or leave {option} out."
+        )
+
+
+def _edited(file: Path, config: Any, recipes: str) -> set[str]:
+    """Options that somebody wrote into a config file.
+
+    They differ from those of the run beside it, whose command line was checked; of a file without a
+    run, from the recipe or defaults that the file is most like.
+    """
+    with suppress(UserError):  # there may be no run
+        manifest = file.with_name("manifest.json")
+        of_run = read_json(manifest).get("config")
+        return changed(config, from_values(type(config), of_run, str(manifest)))
+    starts = (None, *RECIPES[recipes].values())
+    return min((changed(config, start) for start in starts), key=len)
 
 
 def _config(
@@ -302,9 +356,9 @@ def _too_many(extra: str, words: Sequence[str], options: Sequence[Option]) -> st
 def _help(command: str, words: Sequence[str], *, is_whole: bool) -> str:
     """The help of a command, with the defaults of the recipe among the words."""
     about, cls = COMMANDS[command], CONFIGS[command]
-    start, _ = start_of(command, {})
+    start = start_of(command, {}).config
     with suppress(UserError):
-        start, _ = start_of(command, _sorted(words, command_options(command)).options)
+        start = start_of(command, _sorted(words, command_options(command)).options).config
     return help_texts.of_options(
         f"dotmoe {command}",
         [about.help, *about.notes],

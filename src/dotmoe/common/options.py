@@ -83,19 +83,26 @@ class Need(NamedTuple):
     """An option that, where it is given as well, shows that the user knows: `--steps 0`."""
 
 
-def require_effect(config: Any, given: Iterable[str]) -> None:
-    """Raise a `UserError` if one of these options, which were given, has no effect in a config."""
-    given, values = set(given), flat(config)
+def without_effect(config: Any, given: Iterable[str]) -> Iterator[tuple[str, Need]]:
+    """Yield each of these options, which were given, that has no effect in a config, and why."""
+    given = set(given)
     for need in getattr(config, "needs", ()):
         if need.unless in given or need.holds(config):
             continue
-        for name in need.options:
-            if name in given:
-                option, value = "--" + name.replace("_", "-"), _shown(values[name])
-                sentence = need.error.format(
-                    option=option, value=value, needs=need.needs, config=config
-                )
-                raise UserError(f"{sentence}, or leave {option} out.")
+        yield from ((name, need) for name in need.options if name in given)
+
+
+def require_effect(config: Any, given: Iterable[str], file: str = "") -> None:
+    """Raise a `UserError` if one of these options, which were given, has no effect in a config.
+
+    `file` is the JSON file that gives them, if it is not the command line.
+    """
+    for name, need in without_effect(config, given):
+        option = f"{name} in {file}" if file else "--" + name.replace("_", "-")
+        sentence = need.error.format(
+            option=option, value=_shown(flat(config)[name]), needs=need.needs, config=config
+        )
+        raise UserError(f"{sentence}, or leave {option} out.")
 
 
 def changed(config: Any, start: Any = None) -> set[str]:

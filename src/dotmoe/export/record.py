@@ -185,11 +185,26 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
     damage = damage_in(folder, expected, unread=() if read_weights else record.files)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
+    _warn_of_edits(folder, record, edited, "it is used as it is")
+
+
+def say_unread_edits(folder: Path, what: str) -> None:
+    """Warn of edited files of a run's export, for a command that reads the run's experts instead.
+
+    `what` says what it makes of them. A folder whose record cannot be read is passed over.
+    """
+    try:
+        record = ExportRecord.load(folder)
+    except UserError:
+        return
+    said = f"{what} is of the run's experts, which this does not change"
+    _warn_of_edits(folder, record, edited_files(folder, record), said)
+
+
+def _warn_of_edits(folder: Path, record: ExportRecord, edited: list[str], what: str) -> None:
     for name in edited:
         change = _change_of_k(folder, record) if name == "config.json" else ""
-        logger.warning(
-            "%s was edited after the export%s; it is used as it is", folder / name, change
-        )
+        logger.warning("%s was edited after the export%s; %s", folder / name, change, what)
 
 
 def edited_files(folder: Path, record: ExportRecord) -> list[str]:

@@ -55,7 +55,6 @@ def require_exportable(dense: DenseModel, splits: Splits, config: ExportConfig) 
     """Refuse, quickly and before any training, what export would refuse; return `export_dtype`."""
     dtype = export_dtype(dense, config)
     form = format_for(dense, splits, config.format, dtype)
-    Tensors.of(dense).require_model(dense.model)
     if form.name == OWN:
         logger.warning(NEEDS_OWN_CODE)
     return dtype

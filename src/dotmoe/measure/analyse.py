@@ -11,6 +11,7 @@ from torch import Tensor
 from dotmoe.common.files import Values, write_json
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress, Update, no_update
+from dotmoe.export.record import say_unread_edits
 from dotmoe.export.routers import at_routers
 from dotmoe.measure.config import AnalyseConfig
 from dotmoe.method.layout import ExpertLayout, Layouts
@@ -39,6 +40,7 @@ def analyse(config: AnalyseConfig, progress: Progress | None = None) -> Values:
     """
     config, progress = checked(config), progress or Progress(quiet=True)
     run = FinishedRun(Path(config.run))
+    say_unread_edits(run.folder.stage("export"), "the load")
     with run.folder.alone():
         heldout = run.text.heldout
         tokens_BT = heldout.tokens_BT[: max(1, config.tokens // heldout.seq_len)]

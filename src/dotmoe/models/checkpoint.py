@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,23 +53,47 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     _require_one_of(folder, single, index)
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
+    shard_of, held_in = _weight_map(index), dict[str, list[Path]]()
+    for shard in sorted(set(shard_of.values())):
+        for name in _tensor_names(folder / shard):
+            held_in.setdefault(name, []).append(folder / shard)
+    file_of = dict[str, Path]()
+    for name, (first, *others) in held_in.items():
+        for other in others:
+            _require_equal(name, first, other)
+        file_of[name] = folder / shard_of[name] if name in shard_of else first
+        if file_of[name] not in (first, *others):
+            raise UserError(
+                f"{index} says that {name} is in {shard_of[name]}, but it is in {first.name}. "
+                "Correct the index, or download it again."
+            )
+    return file_of
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """File name of each tensor by an index; refuses one that names files which are not there."""
     shard_of = read_json(index).get("weight_map")
     is_map = isinstance(shard_of, dict) and all(isinstance(each, str) for each in shard_of.values())
     if not shard_of or not is_map:
         raise UserError(f"{index} has no weight_map. Download it again.")
-    held_in = dict[str, list[Path]]()
-    for shard in sorted({folder / shard for shard in shard_of.values()}):
-        for name in _tensor_names(shard):
-            held_in.setdefault(name, []).append(shard)
-    for name, (first, *others) in held_in.items():
-        for other in others:
-            _require_equal(name, first, other)
-    listed = {name: folder / shard for name, shard in shard_of.items()}
-    return {
-        name: listed.get(name, shards[0])
-        for name, shards in held_in.items()
-        if name not in listed or listed[name] in shards
-    }
+    for shard, name in {shard: name for name, shard in shard_of.items()}.items():
+        if not (index.parent / shard).is_file():
+            raise UserError(
+                f"{index} says that {name} is in {shard}, but there is no such file. Download the "
+                "file, or else the index, again."
+            )
+    return cast(dict[str, str], shard_of)
+
+
+def missing(name: str, folder: Path) -> str:
+    """What is wrong if a tensor of the text model is not stored; names the shard of an index."""
+    index = folder / INDEX
+    shard_of = _weight_map(index) if index.is_file() else {}
+    for listed, shard in shard_of.items():
+        plain = _text_name(_WRAPPERS.sub("", listed))
+        if plain.removeprefix("model.") == name.removeprefix("model."):
+            return f"{index} says that {listed} is in {shard}, but it is in none of the files"
+    return f"{name} is missing from the safetensors files of {folder}"
 
 
 def _require_one_of(folder: Path, single: Path, index: Path) -> None:
@@ -260,9 +284,7 @@ class Tensors:
         part = self._part_of(name).stored
         stored = self._alias.get(part, part)
         if stored not in self._place:
-            raise UserError(
-                f"{name} is missing from the safetensors files of {self.folder}. Fetch them again."
-            )
+            raise UserError(f"{missing(part, self.folder)}. Fetch them again.")
         return stored
 
     def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:

@@ -25,6 +25,7 @@ from dotmoe.models.checkpoint import (
     HEAD,
     TEXT_OF_WRAPPER,
     Tensors,
+    missing,
     plain_names,
     require_checkpoint,
     stored_config,
@@ -185,7 +186,9 @@ def _valid_config(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of any type: it depends on the invalid value
-        why = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+        why = one_line(error)
+        if isinstance(error, KeyError):  # a bare key, or a sentence that its text would quote
+            why = error.args[0] if " " in str(error.args[0]) else f"{error} is missing"
         raise UserError(
             f"{path} is no valid {read_json(path)['model_type']} config ({why}). "
             "Compare it with the original checkpoint's."
@@ -280,11 +283,16 @@ def _by_transformers(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.M
         # Reported below; Transformers' own error does not say which tensor it is.
         ignore_mismatched_sizes=True,
     )
-    lacking = sorted(loaded["missing_keys"]) + sorted(map(str, loaded["mismatched_keys"]))
-    if lacking:
+    if lacking := sorted(loaded["missing_keys"]):
         raise UserError(
-            f"{lacking[0]} is missing from {folder} or has another shape ({len(lacking)} such "
-            "tensors), so it would be random. Download the checkpoint again or fix its config.json."
+            f"{missing(lacking[0], folder)} ({len(lacking)} such tensors), so it would be random. "
+            "Download the checkpoint again or fix its config.json."
+        )
+    if others := sorted(name for name, *_ in loaded["mismatched_keys"]):
+        raise UserError(
+            f"{others[0]} in {folder} has another shape than its config.json requires "
+            f"({len(others)} such tensors), so it would be random. Download the checkpoint again "
+            "or fix its config.json."
         )
     others = sorted(name for name in loaded["unexpected_keys"] if name not in tensors.left_out)
     if others:

@@ -17,6 +17,7 @@ from dotmoe.common.errors import UserError, require_package
 from dotmoe.common.files import read_json
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
+from dotmoe.export.record import require_checksums
 from dotmoe.export.write import require_exportable
 from dotmoe.method.finetuning import computed_in
 from dotmoe.method.finetuning import finetune as train
@@ -90,6 +91,8 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
             f"{config.run} has experts made of heads, which cannot be trained further yet. Convert "
             "with --repair, or with --targets ffn."
         )
+    if source.folder.has("export"):  # it is measured beside the result
+        require_checksums(source.folder.stage("export"), read_weights=False)
     data = replace(source.config.data, seq_len=config.data.seq_len)
     return source, replace(source.config, data=config.data if config.data.data else data)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from dotmoe.common.files import new_folder, require_outside_models
 from dotmoe.common.options import changed, check
 from dotmoe.common.progress import Update, no_update
-from dotmoe.export.record import ExportRecord
+from dotmoe.export.record import ExportRecord, say_unread_edits
 from dotmoe.export.write import export
 from dotmoe.models.load import left_on_disk
 from dotmoe.run.config import ReexportConfig
@@ -21,6 +21,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     check(config, changed(config))
     require_outside_models(Path(config.out))
     run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
+    say_unread_edits(run.folder.stage("export"), "the new export")
     (layout, *others), described = run.layouts, run.described()
     dense = left_on_disk(described, config.load)
     if config.active_experts is not None:
