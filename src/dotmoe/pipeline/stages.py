@@ -181,7 +181,7 @@ class Run:
         if not asks and not has_chats(dense.tokenizer):
             return
         if dense.weights == "shards":
-            self._refuse_to_ask(asks=asks)
+            self._refuse_to_ask(is_asked=asks)
             return
 
         def write(folder: Path) -> None:
@@ -222,9 +222,9 @@ class Run:
             f"no answers are written. Add --data {SELF}, or leave {option} out."
         )
 
-    def _refuse_to_ask(self, *, asks: bool) -> None:
+    def _refuse_to_ask(self, *, is_asked: bool) -> None:
         """Refuse to ask a model whose weights are on several ranks; nothing is measured then."""
-        if asks:
+        if is_asked:
             raise UserError(
                 "the model writes on one device, and its weights are sharded here. Write its "
                 "answers in a run on one process, and name them: --data RUN/0_answers/fitted.jsonl."
