@@ -70,7 +70,7 @@ def _turn_end(tokenizer: Any) -> int | None:
 def _rendered(tokenizer: Any, messages: Sequence[Message], *, before_answer: bool) -> str:
     if not has_chats(tokenizer):
         raise UserError(
-            "the model has no chat template, so it answers nothing. Give it text instead."
+            "the model has no chat template. Ask a model that answers, or give plain text."
         )
     try:
         text: str = tokenizer.apply_chat_template(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import answers
 from dotmoe.text.config import AnswersConfig, DataConfig
-from dotmoe.text.sources import PROMPTS, SELF, asks, means
+from dotmoe.text.sources import PROMPTS, SELF, means
 
 QUESTION_TOKENS, ANSWER_TOKENS, TURN_TOKENS = 48, 220, 30
 """Mean tokens of a question in its template, of an answer, and of a user's turn that a model writes
@@ -46,7 +46,7 @@ def expected_writing(
     Rows of files that ask are not counted: nothing is read here.
     """
     made = list[Writing]()
-    if asks(data):
+    if answers.asks_by_name(data):
         tokens = how.answer_tokens or tokens
         made += _chats(data, tokens) if is_chat else [_from_nothing(tokens)]
     if is_chat and how.heldout_answers:

@@ -47,11 +47,6 @@ def means(source: str, name: str) -> bool:
     return source == name
 
 
-def asks(config: DataConfig) -> bool:
-    """Whether a source makes the dense model write: what it writes depends on the model alone."""
-    return any(means(source, name) for source in config.data for name in (PROMPTS, SELF))
-
-
 def text_of(config: DataConfig) -> DataConfig:
     """The config without the sources that only ask, such as `self`."""
     kept = [

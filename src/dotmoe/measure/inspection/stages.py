@@ -29,8 +29,8 @@ from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.load import LARGEST_SHARE
 from dotmoe.run.config import RunConfig, finetune_recipe
+from dotmoe.text.answers import asks_by_name
 from dotmoe.text.expected import expected_writing
-from dotmoe.text.sources import asks
 from dotmoe.text.tokenise import text_beside, tokens_to_read
 
 ANSWER_BYTES = 10
@@ -88,7 +88,7 @@ class Stages:
             max(1, config.align.steps * config.align.batch_size) * self.seq_len, wanted
         )
         """Tokens of training text that are read, if there are so many."""
-        if asks(config.data):
+        if asks_by_name(config.data):
             written = config.answers.answer_tokens or wanted
             self.text_tokens = written + text_beside(config.data, written)
 
