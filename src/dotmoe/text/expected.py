@@ -7,9 +7,11 @@ from dotmoe.text import answers
 from dotmoe.text.config import AnswersConfig, DataConfig
 from dotmoe.text.sources import PROMPTS, SELF, means
 
-QUESTION_TOKENS, ANSWER_TOKENS, TURN_TOKENS = 48, 220, 30
-"""Mean tokens of a question in its template, of an answer, and of a user's turn that a model writes
-itself: of SmolLM2-135M and Qwen2.5-Coder-0.5B, on the prompts of this package."""
+QUESTION_TOKENS, ANSWER_TOKENS = 48, 220
+"""Mean tokens of a question in its template, and of an answer: of SmolLM2-135M and
+Qwen2.5-Coder-0.5B, on the prompts of this package."""
+TURN_TOKENS = 120
+"""Mean tokens of a user's turn that a model writes itself, assumed: most run to their limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
