@@ -43,6 +43,33 @@ def torchrun(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["replicate", "shard"])
+def test_ranks_write_own_text_as_one_does_to_convert_and_to_finetune(
+    sharding, tiny_dense, tmp_path, monkeypatch
+):
+    model, runs = tiny_dense("llama", max_position_embeddings=48), [tmp_path / n for n in "12"]
+    how = TINY_CONVERT | {"steps": 0, "answer_tokens": 100, "device": "cpu"}
+    tuning = {"recipe": "small", "steps": 2, "batch_size": 2, "seq_len": 32, "device": "cpu"}
+    tuning["answer_tokens"] = 100
+    for folder, start, options in zip(
+        runs, (run, launched), ({}, {"sharding": sharding}), strict=True
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        assert start(words("convert", model, folder / "run", **how | options)) == 0
+        tuned = words("finetune", folder / "run", folder / "tuned", **tuning | options)
+        assert start(tuned) == 0
+    for name in ("run", "tuned"):
+        one, two = ((each / name / "0_answers/fitted.jsonl").read_text() for each in runs)
+        assert one == two
+
+
+def launched(arguments):
+    done = torchrun("-m", "dotmoe", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
 def test_ranks_convert_as_one_does(sharding, tiny_dense, text_file, tmp_path):
     model, runs = tiny_dense("llama", tied=True, num_hidden_layers=3), [tmp_path / n for n in "12"]
     # The balance of experts is judged by micro-batches; batches of a training of FFNs differ.

@@ -6,8 +6,10 @@ import shutil
 import pytest
 
 from dotmoe.common.files import read_json
-from dotmoe.text import answers
-from dotmoe.text.answers import num_chat_tokens, own_prompts, read_answers
+from dotmoe.models.chat import has_chats, states_chats
+from dotmoe.models.load import describe_dense
+from dotmoe.text import answers, expected
+from dotmoe.text.answers import num_answer_tokens, num_chat_tokens, own_prompts, read_answers
 from runs import TINY_CONVERT, TinyRun, put_into, words
 
 CHATML = (
@@ -24,7 +26,7 @@ def _short_answers(monkeypatch, tmp_path):
     for name in ("ANSWERS", "TURNS", "FREE"):
         monkeypatch.setattr(answers, name, short)
     monkeypatch.setattr("dotmoe.measure.evaluate.own_answers.ANSWERS", short)
-    monkeypatch.setattr(answers, "_AT_ONCE", 8)
+    monkeypatch.setattr(answers, "AT_ONCE", 8)
 
 
 @pytest.fixture
@@ -169,3 +171,45 @@ def test_a_folder_of_the_name_of_a_source_is_not_that_source(speaker, tmp_path, 
     run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS).made()
     sources = read_json(run.folder / "0_data/data.json")["training"]["sources"]
     assert [each["name"] for each in sources] == ["own answers"]
+
+
+def planned(command, model):
+    plan = json.loads(command("inspect", model, json=[], **OPTIONS).out)
+    (stage,) = (row for row in plan["conversions"][0]["stages"] if row["stage"] == "answers")
+    assert stage["hours"] == pytest.approx(sum(each["hours"] for each in stage["operations"]))
+    return plan["run"], {each["what"]: each for each in plan["run"]["writing"]}
+
+
+def generated(path):
+    return num_answer_tokens(read_answers(path))
+
+
+def test_a_plan_says_what_a_base_model_writes(tiny_dense, tmp_path, command):
+    run = TinyRun("convert", tiny_dense("llama"), tmp_path / "run", OPTIONS).made()
+    said, kinds = planned(command, run.source)
+    fitted = run.folder / "0_answers/fitted.jsonl"
+    made = read_answers(fitted)
+    portion = 8 * (1 + 24)  # texts that end early may take one portion more
+    assert list(kinds) == ["texts to fit to"]
+    assert 0 <= generated(fitted) - kinds["texts to fit to"]["tokens"] < portion
+    assert 800 == said["text_tokens"] <= num_chat_tokens(made) < 800 + portion
+
+
+def test_a_plan_says_what_a_chat_model_writes(speaker, tmp_path, command, monkeypatch):
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS).made()
+    fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
+    question = sum(each.answer_start for each in fitted) // len(fitted)
+    monkeypatch.setattr(expected, "QUESTION_TOKENS", question)  # of this tokenizer
+    _, kinds = planned(command, speaker)
+    assert kinds["answers to fit to"]["texts"] == len(fitted)
+    whole = run.folder / "0_answers/fitted.jsonl"
+    assert kinds["answers to fit to"]["tokens"] == pytest.approx(generated(whole), rel=0.1)
+    measured = sum(
+        generated(run.folder / f"0_answers/{name}.jsonl") for name in ("alike", "others")
+    )
+    assert kinds["held-out answers"]["tokens"] == pytest.approx(measured, rel=0.1)
+
+
+def test_files_say_whether_a_model_chats_as_its_tokenizer_does(speaker, tiny_dense):
+    for folder, chats in ((speaker, True), (tiny_dense("llama"), False)):
+        assert has_chats(describe_dense(str(folder)).tokenizer) == states_chats(folder) == chats

@@ -10,7 +10,7 @@ from dotmoe.common.errors import VerificationError
 from dotmoe.export import routers
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.config import ExportConfig, GgufConfig
-from dotmoe.export.format import Conversion
+from dotmoe.export.format import ConvertedModel
 from dotmoe.export.verify import problems, sample_tokens
 from dotmoe.export.write import ExportRecord, export
 from dotmoe.models.checkpoint import Tensors
@@ -30,7 +30,7 @@ def sound(dense_of, layout_of, tokens_BT, tmp_path_factory):
 def verified(sound, tokens_BT, tmp_path):
     """Gives a copy of the same, to be damaged, and what finds out what verification says of it."""
     dense, layout, folder, record = sound
-    conversion = Conversion(
+    converted = ConvertedModel(
         dense=dense,
         tensors=Tensors.of(dense),
         layouts=(layout,),
@@ -40,7 +40,7 @@ def verified(sound, tokens_BT, tmp_path):
         origin=dense,
     )
     copy = shutil.copytree(folder, tmp_path / "copy")
-    return copy, lambda: " ".join(FORMATS["glm4_moe"].check(conversion, copy, tokens_BT)[1])
+    return copy, lambda: " ".join(FORMATS["glm4_moe"].check(converted, copy, tokens_BT)[1])
 
 
 def down(number):

@@ -35,7 +35,9 @@ def planned(config, task="align", **options):
     ],
 )
 def test_all_defaults_fit_gpus_of_80_gb(model, gpus, offloads):
-    found = inspection(paper_models()[model], gpu="h100", gpus=gpus, repair=True)
+    found = inspection(
+        paper_models()[model], gpu="h100", gpus=gpus, repair=True, data=("text.txt",)
+    )
     ways = {made["task"]: made["recommended"] for made in found["plans"]}
     assert all(ways.values())
     (conversion,) = found["conversions"]
@@ -44,6 +46,15 @@ def test_all_defaults_fit_gpus_of_80_gb(model, gpus, offloads):
     counts = found["counts"]
     trained = counts["ffn_total"] + counts["routers"]
     assert ways["finetune"]["on_host"] == offloads * (14 * trained + 2 * counts["stored"])
+
+
+@pytest.mark.parametrize(("model", "fits"), [("LLaMA-3-8B", True), ("Qwen2.5-32B", False)])
+def test_a_model_writes_on_one_gpu_whole_however_many_there_are(model, fits):
+    found = inspection(paper_models()[model], gpu="h100", gpus=8, repair=True)
+    (conversion,) = found["conversions"]
+    answers = conversion["stages"][0]
+    assert (answers["stage"], answers["fits"]) == ("answers", fits)
+    assert answers["memory"]["dense weights"] == 2 * found["counts"]["dense_total"]
 
 
 def test_published_dense_training_is_predicted_within_25_percent():

@@ -81,7 +81,7 @@ def test_memory_and_disk_by_hand_for_llama_3():
     assert again[KEPT] == tokens * (32 * 2 * 4_096 + a_layer)
     assert plain[CHUNK] == 5 * 2 * 14_336 * tokens
     assert {name for name in plain if plain[name] != again[name]} == {KEPT}
-    said = inspection(llama_3_8b())["disk"]
+    said = inspection(llama_3_8b(), data=("text.txt",))["disk"]
     assert said["dense checkpoint (unless it is there)"] == 2 * 8_030_261_248
     assert said["tokenise"] == 4 * (3_500 * 64 * 2_048 + 32_768)
     assert said["alignment"] == 2 * 3 * 4 * (plan + routers)

@@ -1,7 +1,6 @@
 """The model of a step's time: its counts, and its predictions beside measured steps."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from inspected_models import HERE, masked_model, sizes, step, tiny
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from dotmoe.measure.inspection.operations import Operations, total
 from dotmoe.measure.inspection.planner import (
     ON_CPU,
     Accelerator,
@@ -18,13 +18,13 @@ from dotmoe.measure.inspection.planner import (
     products,
     seconds,
 )
-from dotmoe.measure.inspection.stages import Stages
 from dotmoe.method import sparse
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import SOLUTIONS, repair
+from dotmoe.models.sampling import Sampling, continuations
 from dotmoe.run.config import RunConfig
 from dotmoe.text.blocks import TokenBlocks
-from dotmoe.text.config import DataConfig
+from dotmoe.text.expected import Writing
 
 RECORD = json.loads(
     (Path(__file__).resolve().parents[2] / "results" / "planner_check.json").read_text()
@@ -73,8 +73,25 @@ def test_the_products_of_a_repair_are_those_that_pytorch_counts(
     width = 384
     solutions = 3 * SOLUTIONS * width**2 * (width // 3 + 2 * 64) * (epochs == 0)  # not counted
     config = RunConfig(model="", out="", repair=True, repairing=repairing)
-    work = Stages(found, replace(config, data=DataConfig(seq_len=64))).repair(HERE)
+    work = total(Operations(found, config, 64, HERE).repair(64 * 64))
     assert sum(work[:3]) - solutions == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+def test_the_products_of_writing_are_those_that_pytorch_counts(dense_of):
+    dense = dense_of("llama", num_hidden_layers=3, hidden_size=64, intermediate_size=384)
+    dense.model.set_attn_implementation("eager")
+    kind = Writing(what="texts", texts=6, read=16, written=40, longest=40, rows=3)
+    how = Sampling(new_tokens=kind.longest, rows=kind.rows)
+    with FlopCounterMode(display=False) as counter:
+        made = list(continuations(dense.model, [[5] * kind.read] * kind.texts, how, ends=()))
+    assert sum(len(each.ids) for each in made) == kind.tokens
+    found = sizes(dense.config, experts=6, active_experts=2)
+    config = RunConfig(model="", out="")
+    asked, written = Operations(found, config, 64, HERE).answers([kind])
+    # The first token of each text is drawn from what was asked.
+    counted = asked.work.held + written.work.held * (kind.written - 1) / kind.written
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
+    assert written.work.layers == 3 * kind.batches * kind.longest
 
 
 def test_checkpointing_adds_one_forward_of_the_student():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from dotmoe.export.format import (
-    Conversion,
+    ConvertedModel,
     Feature,
     Format,
     Gating,
@@ -62,8 +62,8 @@ class _Glm4Moe(TransformersFormat):
         "num_nextn_predict_layers": 0,
     }
 
-    def exactness(self, conversion: Conversion) -> str:
-        dtype = "" if conversion.keeps_dtypes else f" as {conversion.dtype_name}"
+    def exactness(self, converted: ConvertedModel) -> str:
+        dtype = "" if converted.keeps_dtypes else f" as {converted.dtype_name}"
         split = f"expert weights are copied from the dense weights{dtype}"
         return f"{split}, down projections times two (exact); {GATES}"
 
@@ -78,13 +78,13 @@ class _Glm4Moe(TransformersFormat):
             "first_k_dense_replace": split.first_dense_layers,
         }
 
-    def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
-        yield from super().experts(conversion, layer, prefix)
-        layout, bias = conversion.layout, f"{prefix}.gate.e_score_correction_bias"
+    def experts(self, converted: ConvertedModel, layer: int, prefix: str) -> Iterator[TensorSpec]:
+        yield from super().experts(converted, layer, prefix)
+        layout, bias = converted.layout, f"{prefix}.gate.e_score_correction_bias"
         yield TensorSpec.of(bias, torch.zeros(layout.num_experts), torch.float32)
         size = shared_experts(layout.granularity) * layout.expert_size
         name = f"{prefix}.shared_experts.{{}}_proj.weight"
-        yield from conversion.projections(layer, layout.shared_neurons(layer), name, size=size)
+        yield from converted.projections(layer, layout.shared_neurons(layer), name, size=size)
 
 
 class _Mixtral(TransformersFormat):
@@ -135,13 +135,13 @@ class _Qwen35Moe(_Qwen3Moe):
         size = split.shared_size or EMPTY_SHARED_SIZE
         return super().config(dense, split, dtype) | {"shared_expert_intermediate_size": size}
 
-    def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
-        yield from super().experts(conversion, layer, prefix)
-        name, shared_S = f"{prefix}.shared_expert", conversion.layout.shared_neurons(layer)
-        gate = torch.full((1, conversion.dense.widths.model), SHARED_GATE)
-        yield TensorSpec.of(f"{name}_gate.weight", gate, conversion.dtype)
-        size = conversion.layout.granularity.shared_size or EMPTY_SHARED_SIZE
-        yield from conversion.projections(layer, shared_S, f"{name}.{{}}_proj.weight", 2.0, size)
+    def experts(self, converted: ConvertedModel, layer: int, prefix: str) -> Iterator[TensorSpec]:
+        yield from super().experts(converted, layer, prefix)
+        name, shared_S = f"{prefix}.shared_expert", converted.layout.shared_neurons(layer)
+        gate = torch.full((1, converted.dense.widths.model), SHARED_GATE)
+        yield TensorSpec.of(f"{name}_gate.weight", gate, converted.dtype)
+        size = converted.layout.granularity.shared_size or EMPTY_SHARED_SIZE
+        yield from converted.projections(layer, shared_S, f"{name}.{{}}_proj.weight", 2.0, size)
 
 
 class _GraniteMoe(TransformersFormat):
@@ -173,8 +173,8 @@ class _GraniteMoe(TransformersFormat):
         }
         return config | shared if size else config
 
-    def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
-        layout = conversion.layout
+    def experts(self, converted: ConvertedModel, layer: int, prefix: str) -> Iterator[TensorSpec]:
+        layout = converted.layout
         constant = self.gating.constant(layout.active_experts)
         shared = prefix.replace(self.block_name, "shared_mlp")
         for place, neurons, factor in (
@@ -183,7 +183,7 @@ class _GraniteMoe(TransformersFormat):
         ):
             if neurons.numel():
                 names = (f"{place}.input_linear.weight", f"{place}.output_linear.weight")
-                yield from conversion.linears(layer, neurons, names, factor)
+                yield from converted.linears(layer, neurons, names, factor)
 
 
 class _FlexOlmo(TransformersFormat):
@@ -222,24 +222,24 @@ class _DotMoe(TransformersFormat):
     def context(self, dense: DenseModel) -> int:
         return dense.widths.context  # it is the dense model's decoder, with all its windows
 
-    def exactness(self, conversion: Conversion) -> str:
+    def exactness(self, converted: ConvertedModel) -> str:
         return "all weights are copied from the dense weights, and gates are 1 (exact)"
 
-    def notes(self, conversion: Conversion) -> list[str]:
+    def notes(self, converted: ConvertedModel) -> list[str]:
         notes = [
-            f"It runs in {' and '.join(self.runs_in(conversion.dense))}: SGLang and llama.cpp have "
+            f"It runs in {' and '.join(self.runs_in(converted.dense))}: SGLang and llama.cpp have "
             f"no such decoder. `import {modeling_dotmoe.__name__}` registers it; without dotmoe, "
             f"trust_remote_code=True runs {CODE.name} from this folder.",
         ]
-        if targets_of(splits_in(conversion.layouts)) != "ffn":
+        if targets_of(splits_in(converted.layouts)) != "ffn":
             notes.append(
                 "All keys and values are computed: the KV cache is as large as the dense model's."
             )
-        return [*notes, *Format.notes(self, conversion)]
+        return [*notes, *Format.notes(self, converted)]
 
-    def header(self, conversion: Conversion) -> dict[str, Any]:
-        dense, layout = conversion.dense, conversion.layout
-        layouts = {layout.target: layout for layout in conversion.layouts}
+    def header(self, converted: ConvertedModel) -> dict[str, Any]:
+        dense, layout = converted.dense, converted.layout
+        layouts = {layout.target: layout for layout in converted.layouts}
         ffn, heads = layouts.get("ffn"), layouts.get("attention")
         values = config_of_dense(dense)
         family = values.pop("model_type")
@@ -256,7 +256,7 @@ class _DotMoe(TransformersFormat):
             "ffn_name": dense.family.own_name("mlp"),
             "head_dim": head_dim(dense.config),
             "tie_word_embeddings": False,
-            "dtype": conversion.dtype_name,
+            "dtype": converted.dtype_name,
             "first_dense_layers": layout.moe_layers.start,
             "heads_of_experts": _heads_of_experts(heads) if heads else [],
             "head_experts": heads.num_experts if heads else 0,
@@ -267,8 +267,8 @@ class _DotMoe(TransformersFormat):
             "head_experts_per_tok": heads.active_experts if ffn and heads else 0,
         }
 
-    def details(self, conversion: Conversion) -> dict[str, Any]:
-        dense, splits = conversion.dense, splits_in(conversion.layouts)
+    def details(self, converted: ConvertedModel) -> dict[str, Any]:
+        dense, splits = converted.dense, splits_in(converted.layouts)
         first, *others = splits
         fewer = replace(first, active_experts=first.active_experts - 1), *others
         at_k, below = (count_parameters(dense.model, dense.family, of) for of in (splits, fewer))
@@ -286,8 +286,8 @@ class _DotMoe(TransformersFormat):
             router = getattr(ffn, "router", None) or block.self_attn.q_proj.router
             router.active = active_experts
 
-    def dense_tensor(self, conversion: Conversion, name: str) -> TensorSpec:
-        return conversion.spec(name, conversion.dense.family.own_name(name))
+    def dense_tensor(self, converted: ConvertedModel, name: str) -> TensorSpec:
+        return converted.spec(name, converted.dense.family.own_name(name))
 
     def _names(self, dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]:
         """Names of a layer's tensors in the decoder that is exported; see `layer_names`."""
@@ -296,56 +296,56 @@ class _DotMoe(TransformersFormat):
             return names
         return list(dict.fromkeys(family.stored(dense.config, name).stored for name in names))
 
-    def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        dense, layout = conversion.dense, conversion.layout
+    def layer_tensors(self, converted: ConvertedModel, layer: int) -> Iterator[TensorSpec]:
+        dense, layout = converted.dense, converted.layout
         if layer not in layout.moe_layers:
-            yield from map(conversion.spec, self._names(dense, layer))
+            yield from map(converted.spec, self._names(dense, layer))
             return
-        layouts = {layout.target: layout for layout in conversion.layouts}
+        layouts = {layout.target: layout for layout in converted.layouts}
         ffn, heads = layouts.get("ffn"), layouts.get("attention")
         names = self._names(dense, layer, ffn=ffn is None)
         if heads:
-            yield from self._heads(conversion, heads, layer, names)
+            yield from self._heads(converted, heads, layer, names)
         else:
-            yield from map(conversion.spec, names)
+            yield from map(converted.spec, names)
         if ffn:
-            yield from self._experts(conversion, ffn, layer)
+            yield from self._experts(converted, ffn, layer)
 
     def _heads(
-        self, conversion: Conversion, heads: ExpertLayout, layer: int, names: list[str]
+        self, converted: ConvertedModel, heads: ExpertLayout, layer: int, names: list[str]
     ) -> Iterator[TensorSpec]:
         """The router of split attention, and the named tensors with projections by expert."""
         attention = f"model.layers.{layer}.self_attn."
-        width = head_dim(conversion.dense.config)
+        width = head_dim(converted.dense.config)
         columns_NC = torch.arange(heads.granularity.units * width).view(-1, width)
         columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
         axis_of = {"o_proj.weight": 1}
         # If one norm spans all queries, W_Q is computed in full.
-        if conversion.dense.traits.qk_norm != "full":
+        if converted.dense.traits.qk_norm != "full":
             axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
-        yield conversion.router(layer, f"{attention}q_proj.router.weight", heads)
+        yield converted.router(layer, f"{attention}q_proj.router.weight", heads)
         for name in names:
             axis = axis_of.get(name.removeprefix(attention))
             if axis is None:
-                yield conversion.spec(name)
+                yield converted.spec(name)
             else:
-                yield conversion.slices(name, axis, columns_EC, name)
+                yield converted.slices(name, axis, columns_EC, name)
 
     def _experts(
-        self, conversion: Conversion, ffn: ExpertLayout, layer: int
+        self, converted: ConvertedModel, ffn: ExpertLayout, layer: int
     ) -> Iterator[TensorSpec]:
         """The router of a split FFN, its experts, and its shared expert if there is one."""
-        place = f"model.layers.{layer}.{conversion.dense.family.own_name('mlp')}"
-        yield conversion.router(layer, f"{place}.router.weight", ffn)
+        place = f"model.layers.{layer}.{converted.dense.family.own_name('mlp')}"
+        yield converted.router(layer, f"{place}.router.weight", ffn)
         experts, shared = ffn.neurons_of_expert(layer), ffn.shared_neurons(layer)
         for block, neurons in (("experts", experts), ("shared", shared)):
             names = (f"{place}.{block}.gate_up_proj", f"{place}.{block}.down_proj")
             if neurons.numel():
-                yield from conversion.linears(layer, neurons, names)
+                yield from converted.linears(layer, neurons, names)
 
-    def write(self, conversion: Conversion, folder: Path) -> list[str]:
+    def write(self, converted: ConvertedModel, folder: Path) -> list[str]:
         shutil.copyfile(CODE, folder / CODE.name)
-        return super().write(conversion, folder)
+        return super().write(converted, folder)
 
     def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
         if target == "ffn":

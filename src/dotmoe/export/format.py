@@ -1,7 +1,7 @@
 """Base class of export formats: supported features, gating, header, tensors and verification.
 
 Transformers checkpoints and GGUF files are both subclasses. They write the tensors of a
-`Conversion`, each of which is described before it is computed.
+`ConvertedModel`, each of which is described before it is computed.
 """
 
 from abc import ABC, abstractmethod
@@ -149,8 +149,8 @@ class Gating:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
-    """All inputs from which a format writes an export."""
+class ConvertedModel:
+    """A dense model with its experts, and how to write it: all that a format reads."""
 
     dense: DenseModel
     tensors: Tensors
@@ -323,7 +323,7 @@ class Format(ABC):
         return self.servers
 
     @abstractmethod
-    def exactness(self, conversion: Conversion) -> str:
+    def exactness(self, converted: ConvertedModel) -> str:
         """A clause that states what is exact and what is not."""
 
     def context(self, dense: DenseModel) -> int:
@@ -334,56 +334,56 @@ class Format(ABC):
         window = None if self.supports_window and traits.all_slide else traits.sliding_window
         return min(context, window or context, traits.scaled_from or context)
 
-    def notes(self, conversion: Conversion) -> list[str]:
+    def notes(self, converted: ConvertedModel) -> list[str]:
         """What a user of the exported model must know, one sentence each."""
-        left_out = (name.removeprefix("model.") for name in conversion.tensors.left_out)
+        left_out = (name.removeprefix("model.") for name in converted.tensors.left_out)
         others = sorted({name.partition(".")[0] for name in left_out})
         if not others:
             return []
         return [f"Text alone: {', '.join(others)} of the checkpoint are left out."]
 
-    def details(self, conversion: Conversion) -> dict[str, Any]:
+    def details(self, converted: ConvertedModel) -> dict[str, Any]:
         """Extra fields of the record that only this format has."""
         return {}
 
     @abstractmethod
-    def header(self, conversion: Conversion) -> dict[str, Any]:
+    def header(self, converted: ConvertedModel) -> dict[str, Any]:
         """Content of config.json, or the metadata keys of a GGUF."""
 
-    def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
+    def tensors(self, converted: ConvertedModel) -> Iterator[TensorSpec]:
         """Specs of all tensors, in the order that is best for reading and writing."""
-        conversion.tensors.require_tensors(conversion.dense.model)
+        converted.tensors.require_tensors(converted.dense.model)
         outer = [EMBEDDING, NORM]
-        if self.writes_tied_head or not conversion.dense.config.tie_word_embeddings:
+        if self.writes_tied_head or not converted.dense.config.tie_word_embeddings:
             outer.append(HEAD)
         for name in outer:
-            yield self.dense_tensor(conversion, name)
-        for layer in range(conversion.layout.num_layers):
-            yield from self.layer_tensors(conversion, layer)
+            yield self.dense_tensor(converted, name)
+        for layer in range(converted.layout.num_layers):
+            yield from self.layer_tensors(converted, layer)
 
-    def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+    def layer_tensors(self, converted: ConvertedModel, layer: int) -> Iterator[TensorSpec]:
         """Specs of one decoder layer's tensors."""
-        is_split = self.splits and layer in conversion.layout.moe_layers
-        for name in layer_names(conversion.dense, layer, ffn=not is_split):
-            yield self.dense_tensor(conversion, name)
+        is_split = self.splits and layer in converted.layout.moe_layers
+        for name in layer_names(converted.dense, layer, ffn=not is_split):
+            yield self.dense_tensor(converted, name)
         if is_split:
-            yield from self.moe_tensors(conversion, layer)
+            yield from self.moe_tensors(converted, layer)
 
-    def dense_tensor(self, conversion: Conversion, name: str) -> TensorSpec:
+    def dense_tensor(self, converted: ConvertedModel, name: str) -> TensorSpec:
         """Spec of a dense tensor that is not split."""
-        return conversion.spec(name)
+        return converted.spec(name)
 
     @abstractmethod
-    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+    def moe_tensors(self, converted: ConvertedModel, layer: int) -> Iterator[TensorSpec]:
         """Specs of a split layer's router and experts."""
 
     @abstractmethod
-    def write(self, conversion: Conversion, folder: Path) -> list[str]:
+    def write(self, converted: ConvertedModel, folder: Path) -> list[str]:
         """Write header, tensors and tokenizer into a folder; return the names of weight files."""
 
     @abstractmethod
     def check(
-        self, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
+        self, converted: ConvertedModel, folder: Path, tokens_BT: Int[Tensor, "B T"]
     ) -> tuple[dict[str, Any], list[str]]:
         """Compare the written files with the masked dense model; see `verify` and `check_gguf`.
 

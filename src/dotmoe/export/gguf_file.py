@@ -17,7 +17,7 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import require_finite, require_free
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export import llama_cpp
-from dotmoe.export.format import Conversion, Format, TensorSpec
+from dotmoe.export.format import ConvertedModel, Format, TensorSpec
 from dotmoe.export.routers import exceeded_limits
 from dotmoe.export.verify import logits_error, logits_of, top1_agreement
 from dotmoe.method.layout import splits_in
@@ -88,7 +88,7 @@ def encoded(spec: TensorSpec, tensor: Tensor) -> np.ndarray:
 
 
 def check_gguf(
-    form: Format, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
+    form: Format, converted: ConvertedModel, folder: Path, tokens_BT: Int[Tensor, "B T"]
 ) -> tuple[dict[str, Any], list[str]]:
     """Compare every key and byte of a file, and run it if llama-cpp-python is installed.
 
@@ -100,8 +100,8 @@ def check_gguf(
         exceeded limit. A different key, byte or tokenised text raises a `VerificationError`.
     """
     (path,) = folder.glob("*.gguf")
-    file, header, worst = GgufFile(path), form.header(conversion), 0.0
-    specs = {spec.name: spec for spec in form.tensors(conversion)}
+    file, header, worst = GgufFile(path), form.header(converted), 0.0
+    specs = {spec.name: spec for spec in form.tensors(converted)}
     for key in sorted((file.keys | header.keys()) - {"general.architecture"}):
         wanted, value = header.get(key), file.metadata(key)
         if value != (float(np.float32(wanted)) if isinstance(wanted, float) else wanted):
@@ -115,21 +115,21 @@ def check_gguf(
             raise VerificationError(f"{name} in {path} is not what was written. {_REPORT}")
         error, size = (float(x.square().mean().sqrt()) for x in (file.tensor(name) - exact, exact))
         worst = max(worst, error / size if size else 0.0)
-    conversion.tensors.forget()
-    run = _run(form, conversion, file, tokens_BT) if llama_cpp.is_installed() else None
-    problems = [] if run is None else _problems(run, form, conversion.config.gguf_type)
+    converted.tensors.forget()
+    run = _run(form, converted, file, tokens_BT) if llama_cpp.is_installed() else None
+    problems = [] if run is None else _problems(run, form, converted.config.gguf_type)
     return {"tensors": len(specs), "storing_error": worst, "run": run}, problems
 
 
 @torch.no_grad()
 def _run(
-    form: Format, conversion: Conversion, file: GgufFile, tokens_BT: Int[Tensor, "B T"]
+    form: Format, converted: ConvertedModel, file: GgufFile, tokens_BT: Int[Tensor, "B T"]
 ) -> dict[str, Any]:
     """Compare llama.cpp with float32 Transformers on the dense weights, each with its own routing.
 
     Errors are medians of a token's mean |logit difference|, in standard deviations of all logits.
     """
-    dense, layout = conversion.dense, conversion.layout
+    dense, layout = converted.dense, converted.layout
 
     def run(path: Path) -> tuple[Tensor, str, int]:
         with llama_cpp.LlamaCppModel(path, context=tokens_BT.shape[1]) as model:
@@ -144,9 +144,9 @@ def _run(
         with masked_by(twin, layout):
             expected_TV = logits_of(twin.model, tokens_BT)
         whole = replace(layout, active_experts=layout.num_experts)
-        at_full = replace(conversion, layouts=(whole,), on_progress=no_update)
+        at_full = replace(converted, layouts=(whole,), on_progress=no_update)
         # llama.cpp may have no room for all experts.
-        refusal = form.unsupported(dense, splits_in(at_full.layouts), conversion.dtype)
+        refusal = form.unsupported(dense, splits_in(at_full.layouts), converted.dtype)
         if refusal is None and not layout.granularity.dropped_size:
             with TemporaryDirectory(dir=file.path.parent) as folder:
                 (name,) = form.write(at_full, Path(folder))

@@ -25,7 +25,7 @@ from dotmoe.export.architectures import FORMATS
 from dotmoe.export.format import (
     BIASES,
     BLOCKS,
-    Conversion,
+    ConvertedModel,
     Feature,
     Format,
     Gating,
@@ -97,28 +97,28 @@ class GgufFormat(Format):
             )
         return None
 
-    def exactness(self, conversion: Conversion) -> str:
-        return f"expert weights are the dense weights, stored as {conversion.config.gguf_type}"
+    def exactness(self, converted: ConvertedModel) -> str:
+        return f"expert weights are the dense weights, stored as {converted.config.gguf_type}"
 
-    def details(self, conversion: Conversion) -> dict[str, Any]:
+    def details(self, converted: ConvertedModel) -> dict[str, Any]:
         return {
-            "arch": self.arch(conversion.dense),
-            "type": conversion.config.gguf_type,
-            "tokenizer": tokenizer_name(self._tokenizer(conversion)[0]),
-            "context": self.context(conversion.dense),
+            "arch": self.arch(converted.dense),
+            "type": converted.config.gguf_type,
+            "tokenizer": tokenizer_name(self._tokenizer(converted)[0]),
+            "context": self.context(converted.dense),
         }
 
-    def notes(self, conversion: Conversion) -> list[str]:
-        return [*self._tokenizer(conversion)[1], *super().notes(conversion)]
+    def notes(self, converted: ConvertedModel) -> list[str]:
+        return [*self._tokenizer(converted)[1], *super().notes(converted)]
 
-    def _tokenizer(self, conversion: Conversion) -> tuple[dict[str, Any], list[str]]:
+    def _tokenizer(self, converted: ConvertedModel) -> tuple[dict[str, Any], list[str]]:
         return tokenizer_keys(
-            conversion.dense, conversion.config.gguf_tokenizer, conversion.origin.name
+            converted.dense, converted.config.gguf_tokenizer, converted.origin.name
         )
 
-    def header(self, conversion: Conversion) -> dict[str, Any]:
+    def header(self, converted: ConvertedModel) -> dict[str, Any]:
         """All metadata keys except `general.architecture`, with their full names."""
-        dense, config = conversion.dense, conversion.dense.config
+        dense, config = converted.dense, converted.dense.config
         head_dim, rope = dense.traits.head_dim, config.rope_parameters
         scaling: dict[str, Any] = {}
         if self.arch(dense) == "llama":
@@ -139,9 +139,9 @@ class GgufFormat(Format):
             "rope.dimension_count": head_dim,
             "rope.freq_base": float(rope["rope_theta"]),
             **{f"rope.scaling.{key}": value for key, value in scaling.items()},
-            **self._ffn_keys(conversion),
+            **self._ffn_keys(converted),
         }
-        stored = conversion.config.gguf_type.upper()
+        stored = converted.config.gguf_type.upper()
         share = "ALL" if stored == "F32" else "MOSTLY"
         file_type = LlamaFileType[f"{share}_{stored}"]
         return {
@@ -149,21 +149,21 @@ class GgufFormat(Format):
             "general.file_type": int(file_type),
             "general.quantization_version": GGML_QUANT_VERSION,
             **{f"{self.arch(dense)}.{key}": value for key, value in keys.items()},
-            **self._tokenizer(conversion)[0],
+            **self._tokenizer(converted)[0],
         }
 
-    def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
-        return {"feed_forward_length": conversion.layout.granularity.units}
+    def _ffn_keys(self, converted: ConvertedModel) -> dict[str, Any]:
+        return {"feed_forward_length": converted.layout.granularity.units}
 
-    def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
-        yield from super().tensors(conversion)
-        factors, _ = frequency_factors(conversion.dense.config)
-        if factors is not None and self.arch(conversion.dense) == "llama":
+    def tensors(self, converted: ConvertedModel) -> Iterator[TensorSpec]:
+        yield from super().tensors(converted)
+        factors, _ = frequency_factors(converted.dense.config)
+        if factors is not None and self.arch(converted.dense) == "llama":
             yield TensorSpec.of("rope_freqs.weight", factors, torch.float32)
 
-    def dense_tensor(self, conversion: Conversion, name: str) -> TensorSpec:
+    def dense_tensor(self, converted: ConvertedModel, name: str) -> TensorSpec:
         """Spec of a dense tensor; for arch `llama`, queries and keys are in `pairwise_order`."""
-        dense, config = conversion.dense, conversion.dense.config
+        dense, config = converted.dense, converted.dense.config
         arch = self.arch(dense)
         stored_name = _names(arch, dense.widths.layers).get_name(name, (".weight", ".bias"))
         assert stored_name is not None, f"{name} has no place in {arch}"
@@ -172,34 +172,34 @@ class GgufFormat(Format):
         rows: slice | Tensor = slice(None)
         if heads and arch == "llama":
             rows = pairwise_order(heads, dense.traits.head_dim)
-        spec = conversion.spec(name, stored_name, lambda whole: whole[rows])
-        return self._stored(conversion, spec)
+        spec = converted.spec(name, stored_name, lambda whole: whole[rows])
+        return self._stored(converted, spec)
 
-    def _stored(self, conversion: Conversion, spec: TensorSpec) -> TensorSpec:
+    def _stored(self, converted: ConvertedModel, spec: TensorSpec) -> TensorSpec:
         """The spec with its number format in the file.
 
         Biases and norms, like routers, stay float32. Embedding and head cause much of a model's
         error but take little of its time, so 4-bit files store them with 8 bits. A tensor whose row
         length is no multiple of the format's block is stored as float16 instead.
         """
-        stored = conversion.config.gguf_type.upper()
+        stored = converted.config.gguf_type.upper()
         if stored == "Q4_0" and spec.name in ("token_embd.weight", "output.weight"):
             stored = "Q8_0"
         if spec.shape[-1] % BLOCKS[stored][0]:
             stored = "F16"
         return replace(spec, stored=stored if len(spec.shape) > 1 else "F32")
 
-    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        yield replace(conversion.router(layer, f"blk.{layer}.ffn_gate_inp.weight"), stored="F32")
-        neurons_ES = conversion.layout.neurons_of_expert(layer)
-        for spec in conversion.projections(layer, neurons_ES, f"blk.{layer}.ffn_{{}}_exps.weight"):
-            yield self._stored(conversion, spec)
+    def moe_tensors(self, converted: ConvertedModel, layer: int) -> Iterator[TensorSpec]:
+        yield replace(converted.router(layer, f"blk.{layer}.ffn_gate_inp.weight"), stored="F32")
+        neurons_ES = converted.layout.neurons_of_expert(layer)
+        for spec in converted.projections(layer, neurons_ES, f"blk.{layer}.ffn_{{}}_exps.weight"):
+            yield self._stored(converted, spec)
 
-    def write(self, conversion: Conversion, folder: Path) -> list[str]:
-        path = folder / f"model-{conversion.config.gguf_type}.gguf"
-        arch, specs = self.arch(conversion.dense), list(self.tensors(conversion))
-        write_gguf(path, arch, self.header(conversion), specs, conversion.on_progress)
-        conversion.tensors.forget()
+    def write(self, converted: ConvertedModel, folder: Path) -> list[str]:
+        path = folder / f"model-{converted.config.gguf_type}.gguf"
+        arch, specs = self.arch(converted.dense), list(self.tensors(converted))
+        write_gguf(path, arch, self.header(converted), specs, converted.on_progress)
+        converted.tensors.forget()
         return [path.name]
 
 
@@ -215,8 +215,8 @@ class GgufGlm4Moe(GgufFormat):
     def arch(self, dense: DenseModel) -> str:
         return "glm4moe"
 
-    def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
-        split = conversion.layout.granularity
+    def _ffn_keys(self, converted: ConvertedModel) -> dict[str, Any]:
+        split = converted.layout.granularity
         return {
             "feed_forward_length": split.units,
             "expert_feed_forward_length": split.expert_size,
@@ -229,14 +229,14 @@ class GgufGlm4Moe(GgufFormat):
             "expert_weights_scale": float(split.active_experts),
         }
 
-    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        yield from super().moe_tensors(conversion, layer)
-        layout, bias = conversion.layout, f"blk.{layer}.exp_probs_b.bias"
+    def moe_tensors(self, converted: ConvertedModel, layer: int) -> Iterator[TensorSpec]:
+        yield from super().moe_tensors(converted, layer)
+        layout, bias = converted.layout, f"blk.{layer}.exp_probs_b.bias"
         yield TensorSpec.of(bias, torch.zeros(layout.num_experts), torch.float32)
         size = shared_experts(layout.granularity) * layout.expert_size
         shared_S, name = layout.shared_neurons(layer), f"blk.{layer}.ffn_{{}}_shexp.weight"
-        for spec in conversion.projections(layer, shared_S, name, size=size):
-            yield self._stored(conversion, spec)
+        for spec in converted.projections(layer, shared_S, name, size=size):
+            yield self._stored(converted, spec)
 
 
 class GgufLlama(GgufFormat):
@@ -249,24 +249,24 @@ class GgufLlama(GgufFormat):
     num_moe_tensors = 5
     supports = (*BIASES, Feature.OWN_HEAD_DIM)
 
-    def notes(self, conversion: Conversion) -> list[str]:
+    def notes(self, converted: ConvertedModel) -> list[str]:
         return [
             "A llama.cpp that does not support ffn_down_exps.scale refuses the file; the version "
             "in llama-cpp-python 0.3.36 supports it.",
-            *super().notes(conversion),
+            *super().notes(converted),
         ]
 
-    def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
-        split = conversion.layout.granularity
+    def _ffn_keys(self, converted: ConvertedModel) -> dict[str, Any]:
+        split = converted.layout.granularity
         return {
             "feed_forward_length": split.expert_size,
             "expert_count": split.num_experts,
             "expert_used_count": split.active_experts,
         }
 
-    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        yield from super().moe_tensors(conversion, layer)
-        layout, name = conversion.layout, f"blk.{layer}.ffn_down_exps.scale"
+    def moe_tensors(self, converted: ConvertedModel, layer: int) -> Iterator[TensorSpec]:
+        yield from super().moe_tensors(converted, layer)
+        layout, name = converted.layout, f"blk.{layer}.ffn_down_exps.scale"
         scale_E = torch.full((layout.num_experts,), float(layout.active_experts))
         yield TensorSpec.of(name, scale_E, torch.float32)
 

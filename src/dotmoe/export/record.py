@@ -13,7 +13,7 @@ from dotmoe import __version__
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Checksum, checksums, damage_in, read_json, write_json, write_text
 from dotmoe.common.tables import Table, figure, to_markdown, without_html
-from dotmoe.export.format import Conversion, Format
+from dotmoe.export.format import ConvertedModel, Format
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import splits_in
@@ -133,26 +133,26 @@ class ExportRecord:
         write_model_card(folder, self)
 
 
-def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any) -> ExportRecord:
+def record_of(converted: ConvertedModel, form: Format, folder: Path, **others: Any) -> ExportRecord:
     """Build the record of a written folder; `others` are the fields that are not derived here."""
-    dense, origin, splits = conversion.dense, conversion.origin, splits_in(conversion.layouts)
+    dense, origin, splits = converted.dense, converted.origin, splits_in(converted.layouts)
     if not form.splits:
         splits = (Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1),)
     first = asdict(splits[0])
     sizes: dict[str, Any] = {name: first[name] if form.splits else 0 for name in _SIZES}
     counts = asdict(count_parameters(dense.model, dense.family, splits))
-    details, specs = form.details(conversion), list(form.tensors(conversion))
+    details, specs = form.details(converted), list(form.tensors(converted))
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return ExportRecord(
         **others,
         format=form.name,
         servers=list(form.runs_in(dense)),
-        exactness=form.exactness(conversion),
+        exactness=form.exactness(converted),
         source=origin.name,
         revision=origin.revision,
         is_finetuned=origin.source != dense.source,
         dotmoe_version=__version__,
-        dtype=details.get("type", conversion.dtype_name),
+        dtype=details.get("type", converted.dtype_name),
         num_layers=dense.widths.layers,
         model_width=dense.widths.model,
         **sizes,

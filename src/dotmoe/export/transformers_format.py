@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dotmoe.common.files import require_free, save_tensors, write_json
 from dotmoe.common.progress import Update, no_update
-from dotmoe.export.format import BIASES, PROJECTIONS, Conversion, Format, TensorSpec
+from dotmoe.export.format import BIASES, PROJECTIONS, ConvertedModel, Format, TensorSpec
 from dotmoe.export.verify import Reloadable, verify
 from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity, Splits, fitting_sizes
 from dotmoe.models.checkpoint import DTYPES, INDEX
@@ -109,10 +109,10 @@ class TransformersFormat(Reloadable):
                 remedy = remedy.replace("Choose", "Give --export-dtype float32, or choose")
         return f"expert_size is {split.expert_size}, {rule} {multiple} only. {remedy}"
 
-    def exactness(self, conversion: Conversion) -> str:
+    def exactness(self, converted: ConvertedModel) -> str:
         return f"expert weights are rounded once, down projections times k; {GATES}"
 
-    def notes(self, conversion: Conversion) -> list[str]:
+    def notes(self, converted: ConvertedModel) -> list[str]:
         router = f"{self.router_name}.{self.router_weight}".removesuffix(".weight")
         kept = json.dumps(["lm_head", f"re:.*{router}$"])
         notes = [
@@ -126,11 +126,11 @@ class TransformersFormat(Reloadable):
                 f"{self.active_experts_key} cannot be edited: k is folded into the down "
                 "projections. Export the run again with another --active-experts."
             )
-        return [*notes, *super().notes(conversion), *limits_met(self.header(conversion))]
+        return [*notes, *super().notes(converted), *limits_met(self.header(converted))]
 
-    def header(self, conversion: Conversion) -> dict[str, Any]:
-        split = conversion.layout.granularity
-        return self.config(conversion.dense, split, conversion.dtype_name)
+    def header(self, converted: ConvertedModel) -> dict[str, Any]:
+        split = converted.layout.granularity
+        return self.config(converted.dense, split, converted.dtype_name)
 
     def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
         """Content of config.json, with old and new keys of rotary settings and dtype."""
@@ -171,14 +171,14 @@ class TransformersFormat(Reloadable):
             config["attention_bias"] = traits.qkv_bias
         return config
 
-    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+    def moe_tensors(self, converted: ConvertedModel, layer: int) -> Iterator[TensorSpec]:
         prefix = f"model.layers.{layer}.{self.stored_block}"
-        yield conversion.router(layer, f"{prefix}.{self.router_name}.{self.router_weight}")
-        yield from self.experts(conversion, layer, prefix)
+        yield converted.router(layer, f"{prefix}.{self.router_name}.{self.router_weight}")
+        yield from self.experts(converted, layer, prefix)
 
-    def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
+    def experts(self, converted: ConvertedModel, layer: int, prefix: str) -> Iterator[TensorSpec]:
         """Specs of the tensors of a split layer's block, except the router."""
-        layout = conversion.layout
+        layout = converted.layout
         constant = self.gating.constant(layout.active_experts)
         neurons_ES = layout.neurons_of_expert(layer)
         # Projections in the outer loop, so that the slices of one dense matrix are consecutive.
@@ -186,14 +186,14 @@ class TransformersFormat(Reloadable):
             factor = constant if projection == "down" else 1.0
             for expert, neurons_S in enumerate(neurons_ES):
                 name = f"{prefix}.experts.{expert}.{part}.weight"
-                yield conversion.neurons(layer, projection, neurons_S, name, factor)
+                yield converted.neurons(layer, projection, neurons_S, name, factor)
 
-    def write(self, conversion: Conversion, folder: Path) -> list[str]:
-        write_json(folder / "config.json", self.header(conversion))
-        copy_beside_weights(conversion.dense, folder)
-        most = int(conversion.config.max_shard_gib * 2**30)
-        files = write_checkpoint(self.tensors(conversion), folder, most, conversion.on_progress)
-        conversion.tensors.forget()
+    def write(self, converted: ConvertedModel, folder: Path) -> list[str]:
+        write_json(folder / "config.json", self.header(converted))
+        copy_beside_weights(converted.dense, folder)
+        most = int(converted.config.max_shard_gib * 2**30)
+        files = write_checkpoint(self.tensors(converted), folder, most, converted.on_progress)
+        converted.tensors.forget()
         return files
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import read_json
-from dotmoe.export.format import Conversion, Format
+from dotmoe.export.format import ConvertedModel, Format
 from dotmoe.export.routers import (
     MISROUTED,
     exceeded_limits,
@@ -77,7 +77,7 @@ class Reloadable(Format):
 
 @torch.no_grad()
 def verify(
-    form: Reloadable, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
+    form: Reloadable, converted: ConvertedModel, folder: Path, tokens_BT: Int[Tensor, "B T"]
 ) -> tuple[dict[str, Any], list[str]]:
     """Check an exported folder block by block, then its logits at its own k and at k = E.
 
@@ -95,9 +95,9 @@ def verify(
         routing, in standard deviations of the logits. `dense_error`: against the dense model at
         k = E; None if k cannot be edited or neurons are dropped.
     """
-    if read_json(folder / "config.json") != form.header(conversion):
+    if read_json(folder / "config.json") != form.header(converted):
         raise VerificationError(f"config.json in {folder} is not what was written. Export again.")
-    dense, layouts = conversion.dense, conversion.layouts
+    dense, layouts = converted.dense, converted.layouts
     exported = exported_on_disk(folder, dense.device, torch.float32)
     layers: list[dict[str, Any]] = []
     routes: dict[str, dict[int, Tensor]] = {part.target: {} for part in layouts}
@@ -109,8 +109,8 @@ def verify(
         x_TD, seen_TN, actual_TD = (x.flatten(0, -2) for x in (inputs[layer], args[0], output))
         chosen_TK = form.chosen_experts(router, x_TD)
         routes[part.target][layer] = chosen_TK
-        layers.append(_compare(form, conversion, part, layer, x_TD, chosen_TK, seen_TN, actual_TD))
-        conversion.on_progress(len(layers), len(layouts) * len(part.moe_layers), "layers verified")
+        layers.append(_compare(form, converted, part, layer, x_TD, chosen_TK, seen_TN, actual_TD))
+        converted.on_progress(len(layers), len(layouts) * len(part.moe_layers), "layers verified")
 
     with ExitStack() as hooks:
         for part in layouts:
@@ -127,7 +127,7 @@ def verify(
         at_full_TV = logits_of(exported, tokens_BT)
     loaded_class = f"{type(exported).__module__}.{type(exported).__qualname__}"
     del exported
-    rounded_to = None if conversion.keeps_dtypes else conversion.dtype
+    rounded_to = None if converted.keeps_dtypes else converted.dtype
     exact = on_disk(dense, dense.device, torch.float32, rounded_to=rounded_to)
     # At a near-tie two exact implementations may choose differently, which changes every later
     # token. With the same routing, everything else can be compared closely.
@@ -140,7 +140,7 @@ def verify(
         dense_error = float(logits_error(at_full_TV, logits_of(exact.model, tokens_BT)).median())
     metrics = {
         "loaded_class": loaded_class,
-        "dtype": conversion.dtype_name,
+        "dtype": converted.dtype_name,
         "tokens": tokens_BT.numel(),
         "layers": layers,
         "logits_error": float(error_T.median()),
@@ -148,7 +148,7 @@ def verify(
         "top1_agreement": top1_agreement(logits_TV, same_routes_TV),
         "dense_error": dense_error,
     }
-    is_rounded = conversion.dtype != torch.float32 and form.gating.score.startswith("softmax")
+    is_rounded = converted.dtype != torch.float32 and form.gating.score.startswith("softmax")
     return metrics, problems(metrics, form.block_error, FOLDED if is_rounded else 0.0)
 
 
@@ -182,7 +182,7 @@ def problems(measured: Mapping[str, Any], block_error: float, rounding: float) -
 
 def _compare(
     form: Reloadable,
-    conversion: Conversion,
+    converted: ConvertedModel,
     layout: ExpertLayout,
     layer: int,
     x_TD: Tensor,
@@ -191,12 +191,12 @@ def _compare(
     actual_TD: Tensor,
 ) -> dict[str, Any]:
     """Compare a block's output with the binary-gate one (eq:moe_output) for the same experts."""
-    dense, tensors, target = conversion.dense, conversion.tensors, TARGETS[layout.target]
+    dense, tensors, target = converted.dense, converted.tensors, TARGETS[layout.target]
 
     def weights(*names: str) -> Iterator[Tensor]:
         for name in names:
             weight = tensors.read(name)
-            yield (weight if conversion.keeps_dtypes else weight.to(conversion.dtype)).to(x_TD)
+            yield (weight if converted.keeps_dtypes else weight.to(converted.dtype)).to(x_TD)
         tensors.forget()
 
     logits_TE = x_TD.double() @ layout.router_LED[layer].to(x_TD.device).double().T

@@ -15,7 +15,7 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.common.worker import WorkerDiedError
 from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, context_note, format_for
 from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
-from dotmoe.export.format import EXPORTED, Conversion
+from dotmoe.export.format import EXPORTED, ConvertedModel
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
@@ -110,7 +110,7 @@ def export(
         routers = []
         if form.gating.score != "none":
             routers = scale_routers(exact, layouts[0], sample_BT, form.gating, dtype)
-        conversion = Conversion(
+        converted = ConvertedModel(
             dense=exact,
             tensors=Tensors.of(dense),
             layouts=layouts,
@@ -120,12 +120,12 @@ def export(
             origin=origin or dense,
             on_progress=on_progress,
         )
-        files = form.write(conversion, folder)
+        files = form.write(converted, folder)
         tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
         problems = routing_problems(routers, sample_BT.numel())
         verification = None
         try:
-            verification, beyond = form.check(conversion, folder, tokens_BT)
+            verification, beyond = form.check(converted, folder, tokens_BT)
             problems += beyond
         except (VerificationError, WorkerDiedError) as error:
             problems.append(str(error).replace(str(folder), str(unverified)))
@@ -133,7 +133,7 @@ def export(
         if lowered:
             notes.append(lowered)
         record = record_of(
-            conversion,
+            converted,
             form,
             folder,
             name=unverified.name if problems else out.name,
@@ -141,7 +141,7 @@ def export(
             routers=routers,
             verification=verification,
             problems=problems,
-            notes=[*notes, *form.notes(conversion), *tokenizer_notes(folder)],
+            notes=[*notes, *form.notes(converted), *tokenizer_notes(folder)],
             context_lowered=lowered,
         )
         record.write(folder)

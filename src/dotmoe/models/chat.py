@@ -1,9 +1,11 @@
 """What a chat template says: how a question is asked, how a user's turn begins, where turns end."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dotmoe.common.errors import UserError, one_line
+from dotmoe.common.files import read_json
 
 Message = dict[str, Any]
 """A message of a chat: `role` and `content`."""
@@ -15,6 +17,14 @@ _MARK = "\u2042mark\u2042"
 def has_chats(tokenizer: Any) -> bool:
     """Whether a tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def states_chats(folder: Path) -> bool:
+    """Whether the files of a checkpoint have a chat template; its tokenizer is not loaded."""
+    if any(folder.glob("chat_template.*")) or any(folder.glob("additional_chat_templates/*")):
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and bool(read_json(path).get("chat_template"))
 
 
 def asked(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
@@ -59,7 +69,9 @@ def _turn_end(tokenizer: Any) -> int | None:
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], *, before_answer: bool) -> str:
     if not has_chats(tokenizer):
-        raise UserError("the model has no chat template. Ask a model that answers.")
+        raise UserError(
+            "the model has no chat template. Ask a model that answers, or give plain text."
+        )
     try:
         text: str = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=before_answer, tokenize=False

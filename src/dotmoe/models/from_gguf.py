@@ -110,6 +110,9 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
         if not config.is_dir():
             with complete_folder(config) as partial:
                 _config(opened).save_pretrained(partial)
+                template = opened.metadata("tokenizer.chat_template")
+                if isinstance(template, str):
+                    (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
         if not config_only:
             entries = sum(int(each.n_elements) for each in opened.tensors.values())
             require_free(cache, 4 * entries)

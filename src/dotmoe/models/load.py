@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Gener
 from dotmoe.common import distributed
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import Values, is_finite, read_json
+from dotmoe.common.tables import in_bytes
 from dotmoe.models.checkpoint import (
     HEAD,
     TEXT_OF_WRAPPER,
@@ -57,6 +58,8 @@ from dotmoe.models.tokenizer import load_tokenizer
 MODEL, CHANGES = "model", "layers.parts"
 """What a stage that trains leaves in its folder: a dense checkpoint; or, after a repair, a folder
 for each layer and target, with the changed weights and their metrics."""
+LARGEST_WHOLE = 0.8
+"""Share of a GPU's free memory for the weights of a model that writes; its cache needs the rest."""
 LARGEST_SHARE = 0.5
 """Share of a GPU's memory for replicated weights; activations and training need the rest."""
 
@@ -88,16 +91,42 @@ def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
     def read() -> DenseModel:
         num_bytes = dtype.itemsize * num_parameters(dense.model)
         sharded = ranks is not None and is_sharded(config.sharding, num_bytes, device)
-        model = read_weights(dense, device, dtype, ranks if sharded else None)
-        for name, parameter in model.named_parameters():
-            if not is_finite(distributed.local_part(parameter)):
-                raise UserError(
-                    f"{name} in {dense.folder} contains NaN or infinity (as {parameter.dtype}). "
-                    "Repair it, or load it with --dtype float32."
-                )
+        model = _finite_weights(dense, device, dtype, ranks if sharded else None)
         return replace(dense, model=model, weights="shards" if sharded else "memory")
 
     return distributed.raise_on_all_ranks(read)
+
+
+def load_whole(dense: DenseModel, config: LoadConfig) -> DenseModel:
+    """The same model with all its weights on this rank's device; the other ranks take no part.
+
+    Raises `UserError` if they take more than `LARGEST_WHOLE` of a GPU's free memory.
+    """
+    device = distributed.resolved_device(config.device)
+    dtype = dtype_for(dense, config, device)
+    if device.type == "cuda":
+        num_bytes, free = dtype.itemsize * num_parameters(dense.model), torch.cuda.mem_get_info()[0]
+        if num_bytes > LARGEST_WHOLE * free:
+            raise UserError(
+                f"the model writes on one device, but its weights take {in_bytes(num_bytes)} of "
+                f"{in_bytes(free)} that are free there. Write its answers in a run on a larger "
+                "device, or on the CPU, and name them: --data RUN/0_answers/fitted.jsonl."
+            )
+    return replace(dense, model=_finite_weights(dense, device, dtype), weights="memory")
+
+
+def _finite_weights(
+    dense: DenseModel, device: torch.device, dtype: torch.dtype, ranks: DeviceMesh | None = None
+) -> nn.Module:
+    """As `read_weights`; raises `UserError` for NaN and infinity too."""
+    model = read_weights(dense, device, dtype, ranks)
+    for name, parameter in model.named_parameters():
+        if not is_finite(distributed.local_part(parameter)):
+            raise UserError(
+                f"{name} in {dense.folder} contains NaN or infinity (as {parameter.dtype}). "
+                "Repair it, or load it with --dtype float32."
+            )
+    return model
 
 
 def trained_model(dense: DenseModel, stage: Path) -> DenseModel:

@@ -15,6 +15,7 @@ EMBEDDED = "embedded"
 """Name of the checkpoint that is part of the package."""
 # Some repositories hold the weights twice, the second time as consolidated* or in a subfolder.
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+_DESCRIBING = ["config.json", ADAPTER, "tokenizer_config.json", "chat_template.*"]
 _UNWANTED = ["consolidated*", "*/*[!a]"]  # additional_chat_templates/*.jinja ends in "a"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
@@ -23,7 +24,8 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     """Local folder of a checkpoint, given as a folder, hub name, GGUF file or `embedded`.
 
     A hub name may end in `@` and a branch, tag or commit. Missing files of a hub checkpoint are
-    downloaded, with `config_only` only config.json; without a network, those in the cache are used.
+    downloaded, with `config_only` only what describes a model and its chats; without a network,
+    those in the cache are used.
     """
     if source == EMBEDDED:
         return Path(__file__).parent / "embedded"
@@ -47,7 +49,7 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
 def _from_hub(source: str, meant: str, *, config_only: bool) -> Path:
     """Folder of a hub checkpoint in the cache, downloaded if it can be; `meant` ends an error."""
     name, _, revision = source.partition("@")
-    wanted = ["config.json", ADAPTER] if config_only else _WANTED
+    wanted = _DESCRIBING if config_only else _WANTED
     try:
         snapshot = snapshot_download(
             name, revision=revision or None, allow_patterns=wanted, ignore_patterns=_UNWANTED

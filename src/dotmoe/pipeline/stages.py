@@ -48,7 +48,7 @@ from dotmoe.method.repair import METRICS, repair
 from dotmoe.models.chat import has_chats
 from dotmoe.models.family import DenseModel
 from dotmoe.models.identity import FINGERPRINT, fingerprint
-from dotmoe.models.load import describe_dense, left_on_disk, load_dense, trained_model
+from dotmoe.models.load import describe_dense, left_on_disk, load_whole, trained_model
 from dotmoe.models.scoring import loss_of
 from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
@@ -177,17 +177,13 @@ class Run:
         Rank zero alone writes. There is no such stage if a run neither asks nor can be asked.
         """
         data, how = self.converted.data, self.config.answers
-        asks = asks_by_name(data)
-        if not asks and not has_chats(dense.tokenizer):
-            return
-        if dense.weights == "shards":
-            self._refuse_to_ask(asks=asks)
+        if not asks_by_name(data) and not has_chats(dense.tokenizer):
             return
 
         def write(folder: Path) -> None:
             asked = dense
-            if dense.weights == "meta":  # described alone, as in a finetuning
-                asked = load_dense(dense.source, replace(self.config.load, sharding="replicate"))
+            if dense.weights != "memory":  # in shards; or described alone, as in a finetuning
+                asked = load_whole(dense, self.config.load)
             own = own_answers(
                 asked,
                 data,
@@ -221,15 +217,6 @@ class Run:
             f"{option} is {value}, but the data do not ask the model, and it has no chat template: "
             f"no answers are written. Add --data {SELF}, or leave {option} out."
         )
-
-    def _refuse_to_ask(self, *, asks: bool) -> None:
-        """Refuse to ask a model whose weights are on several ranks; nothing is measured then."""
-        if asks:
-            raise UserError(
-                "the model writes on one device, and its weights are sharded here. Write its "
-                "answers in a run on one process, and name them: --data RUN/0_answers/fitted.jsonl."
-            )
-        self.progress.log("weights are sharded: the model is not asked, no answers are measured")
 
     def tokenise(
         self, dense: DenseModel, min_tokens: int, beside: TokenisedText | None = None

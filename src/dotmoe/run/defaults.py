@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ def with_defaults(config: Conversion, dense: DenseModel, dtype: torch.dtype) -> 
     router for `router_steps`, and keeps its experts. `dtype` is that of the export.
     """
     if not config.data.data:
-        sources = default_sources(dense.tokenizer)
+        sources = default_sources(is_chat=has_chats(dense.tokenizer))
         config = replace(config, data=replace(config.data, data=sources))
     experts = config.experts
     if config.method != "dot_moe":  # those with a shared expert choose its size themselves
@@ -39,9 +39,9 @@ def with_defaults(config: Conversion, dense: DenseModel, dtype: torch.dtype) -> 
     return replace(config, experts=experts, align=align)
 
 
-def default_sources(tokenizer: Any) -> tuple[str, ...]:
+def default_sources(*, is_chat: bool) -> tuple[str, ...]:
     """Sources of text of a run that names none: the model answers; a base model just goes on."""
-    return (PROMPTS, SELF) if has_chats(tokenizer) else (SELF,)
+    return (PROMPTS, SELF) if is_chat else (SELF,)
 
 
 def experts_with_defaults(

@@ -40,11 +40,12 @@ FREE = Sampling(temperature=1.0, top_k=1_000)
 """How a base model writes from nothing."""
 FITTED, ALIKE, OTHERS = "fitted", "alike", "others"
 """Answers to fit to; held-out ones to prompts of the same kinds; and of kinds that no fit reads."""
-_AT_ONCE = 128
+AT_ONCE = 128
+"""Questions that are answered before the tokens are counted."""
 _SHORTEST_TURN = 4  # tokens
 _SENTENCE_END = re.compile("[.?!](?=\\s)|\n|[\u3002\uff1f\uff01]")
 """The last three are Chinese and Japanese."""
-_ROUNDS = 4
+ROUNDS = 4
 """How often the same prompts are answered, if that takes to get the tokens."""
 
 
@@ -116,8 +117,8 @@ def own_turns(
     """
     tokenizer, found = dense.tokenizer, dict[str, Question]()
     opening, ends = user_opening(tokenizer), end_tokens(dense.model, tokenizer)
-    for draw in range(_ROUNDS):
-        several, draws = [opening] * (number - len(found)), seed * _ROUNDS + draw
+    for draw in range(ROUNDS):
+        several, draws = [opening] * (number - len(found)), seed * ROUNDS + draw
         for turn in continuations(dense.model, several, TURNS, ends, seed=draws):
             text = tokenizer.decode([token for token in turn.ids if token not in ends])
             text = text.strip() if turn.finished else _whole_sentences(text)
@@ -144,7 +145,7 @@ def write_answers(
     dense: DenseModel,
     questions: Sequence[Question],
     path: Path,
-    how: Sampling = ANSWERS,
+    how: Sampling,
     *,
     seed: int,
     on_progress: Update = no_update,
@@ -306,7 +307,9 @@ class Answering:
 
         def write(path: Path) -> list[Answer]:
             with self._progress.bar(title) as update:
-                return write_answers(self._dense, questions, path, seed=seed, on_progress=update)
+                return write_answers(
+                    self._dense, questions, path, ANSWERS, seed=seed, on_progress=update
+                )
 
         asked_for = [question.messages for question in questions]
         return self._cached((seed, asked_for, asdict(ANSWERS)), write, read_answers)
@@ -348,8 +351,8 @@ class Answering:
         while (done := num_chat_tokens(found)) < tokens:
             title = f"own answers ({done:,} of {tokens:,} tokens)"
             if not has_chats(self._dense.tokenizer):
-                seed = self._seed_of(first_round + len(found) // _AT_ONCE)
-                found += self.continuations(_AT_ONCE, seed, title)
+                seed = self._seed_of(first_round + len(found) // AT_ONCE)
+                found += self.continuations(AT_ONCE, seed, title)
                 continue
             seed, portion = next(portions, (0, []))
             if not portion:
@@ -362,14 +365,14 @@ class Answering:
     ) -> Iterator[tuple[int, list[Question]]]:
         """Some questions at a time, of all kinds, with the seed of their answers."""
         mixed = random.Random(0).sample(questions, len(questions))
-        rounds = 1 if itself else _ROUNDS
+        rounds = 1 if itself else ROUNDS
         for number in range(first_round, first_round + rounds):
-            portions = -(-len(mixed) // _AT_ONCE)  # of one size: a few rows are as slow as many
+            portions = -(-len(mixed) // AT_ONCE)  # of one size: a few rows are as slow as many
             for portion in range(portions):
                 yield self._seed_of(number), mixed[portion::portions]
         for number in count(first_round + rounds) if itself else ():
             seed = self._seed_of(number)
-            yield seed, self.turns(_AT_ONCE, seed)
+            yield seed, self.turns(AT_ONCE, seed)
 
     def _seed_of(self, number: int) -> int:
         return 1_000 * self._seed + number

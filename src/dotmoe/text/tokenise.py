@@ -234,7 +234,7 @@ def _fitted(
         chats.save(path)
         return record
     of_text = path.with_name(f"{path.name}.text")
-    wanted = max(data.seq_len, round(_text_per_chat(data) * chats.num_tokens))
+    wanted = text_beside(data, chats.num_tokens)
     packed = _packed(text, dense, of_text, wanted, progress, answered=True)
     texts = TokenBlocks.load(of_text)
     _spread(chats, texts).save(path)
@@ -256,6 +256,13 @@ def _of_answers(own: OwnAnswers, chats: TokenBlocks) -> Record:
         "answer_tokens": num_answer_tokens(own.fitted),
         "finished": sum(answer.finished for answer in own.fitted),
     }
+
+
+def text_beside(data: DataConfig, chats: int) -> int:
+    """Tokens of text beside so many of own answers: as the weights say, else as many."""
+    if not text_of(data).data:
+        return 0
+    return max(data.seq_len, round(_text_per_chat(data) * chats))
 
 
 def _text_per_chat(data: DataConfig) -> float:

@@ -5,7 +5,6 @@ from textwrap import indent
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import GenerationConfig
 
 from dotmoe.common.errors import UserError
@@ -14,6 +13,7 @@ from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.common.tables import Table
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import StockModel, by_side, sides_of
+from dotmoe.models.chat import asked
 
 _INDENT = "    "
 
@@ -27,7 +27,9 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
     def measured(stock: StockModel, update: Update) -> Values:
         tokenizer = stock.tokenizer
         if config.chat_template:
-            prompts = [as_question(tokenizer, prompt) for prompt in config.prompts]
+            prompts = [
+                asked(tokenizer, [{"role": "user", "content": prompt}]) for prompt in config.prompts
+            ]
         else:
             prompts = [tokenizer(prompt).input_ids for prompt in config.prompts]
         how = config.generate or 0, update, config.temperature
@@ -35,23 +37,6 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
         return {"prompts": list(config.prompts), "texts": tokenizer.batch_decode(new)}
 
     return by_side(config, progress, measured) | {"temperature": config.temperature}
-
-
-def as_question(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of a user's message and of what comes before the answer, by the chat template.
-
-    Raises `UserError` if the model has no template, or its template refuses the message.
-    """
-    if not tokenizer.chat_template:
-        raise UserError("the model has no chat template. Leave --chat-template out.")
-    try:
-        asked = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-    except TemplateError as error:
-        raise UserError(f"the chat template fails ({error}). Leave --chat-template out.") from error
-    ids: list[int] = tokenizer(asked, add_special_tokens=False).input_ids
-    return ids
 
 
 @torch.no_grad()

@@ -26,15 +26,21 @@ from dotmoe.measure.inspection.planner import (
     plan_step,
 )
 from dotmoe.measure.inspection.sizes import Sizes, exported_bytes
-from dotmoe.measure.inspection.stages import SPLIT_LEFT_OUT, UNMEASURED, Stages
+from dotmoe.measure.inspection.stages import (
+    SPLIT_LEFT_OUT,
+    UNMEASURED,
+    WRITING_ASSUMED,
+    Stages,
+)
 from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits, to_record
+from dotmoe.models.chat import states_chats
 from dotmoe.models.checkpoint import Tensors, is_gguf
 from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig
-from dotmoe.run.defaults import splits_for, with_defaults
+from dotmoe.run.defaults import default_sources, splits_for, with_defaults
 
 AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
@@ -43,21 +49,29 @@ _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 def plan_of(config: InspectConfig) -> dict[str, Any]:
     """The plan of a conversion of the model that the config names, see `inspect_model`."""
     dense, folder = dense_config(config.model)
-    plan = inspect_model(dense, config, stored=stored_dtype(dense, folder))
+    stored, is_chat = stored_dtype(dense, folder), states_chats(folder)
+    plan = inspect_model(dense, config, stored=stored, is_chat=is_chat)
     return {"model": config.model, **plan}
 
 
 def inspect_model(
-    config: Any, options: InspectConfig, *, stored: torch.dtype, here: Accelerator | None = None
+    config: Any,
+    options: InspectConfig,
+    *,
+    stored: torch.dtype,
+    is_chat: bool = False,
+    here: Accelerator | None = None,
 ) -> dict[str, Any]:
     """Sizes, costs and warnings of converting a model of this Hugging Face config, as JSON values.
 
-    `stored` is the dtype of its checkpoint. `here` is this machine; None measures it, in about a
-    second, unless a GPU is named. Raises a `UserError` if the family is not supported, the split
-    does not fit the model, a size is out of range, or the device is absent.
+    `stored` is the dtype of its checkpoint, `is_chat` whether it has a chat template. `here` is
+    this machine; None measures it, in about a second, unless a GPU is named. Raises a `UserError`
+    if the family is not supported, the split does not fit the model, a size is out of range, or the
+    device is absent.
     """
     check(options)
     device = resolved_device(options.load.device)
+    options = _with_sources(options, is_chat=is_chat)
     options, dense, sizes, form = _sized(config, options, stored)
     is_asked = options.finetune_recipe or options.finetune_steps or options.train
     machines = _quoted_machines(options, stored)
@@ -67,7 +81,7 @@ def inspect_model(
     if options.time:
         options, why = chosen_in_time(options, machines[0])
         chosen.append(why)
-    stages = Stages(sizes, options)
+    stages = Stages(sizes, options, is_chat=is_chat)
     trainings = stages.trainings()
     if stages.compares_layers:
         most = sizes.widths.layers // LAYERS_PER_DENSE
@@ -102,6 +116,7 @@ def inspect_model(
             "shown": [task for task in trainings if task == "align" or is_asked],
             "tokens": {task: tokens for task, (_, tokens) in trainings.items()},
             "text_tokens": stages.text_tokens,
+            "writing": [{"tokens": each.tokens, **asdict(each)} for each in stages.writing],
             "calibration_tokens": stages.calibration_tokens,
             "repair_tokens": stages.repair_tokens,
             "repair_epochs": options.repairing.repair_epochs,
@@ -113,7 +128,7 @@ def inspect_model(
         "choices": choices,
         "plans": plans,
         "chosen": chosen,
-        "unmeasured": _unmeasured(options),
+        "unmeasured": _unmeasured(options, stages),
         "warnings": _warnings(dense, sizes, options, form),
         "limits": _limits(dense, sizes, form),
     }
@@ -152,11 +167,14 @@ def _finetune_command(options: InspectConfig) -> str:
     return " ".join(["finetune OUT OUT2", *words])
 
 
-def _unmeasured(options: InspectConfig) -> list[str]:
+def _unmeasured(options: InspectConfig, stages: Stages) -> list[str]:
     """What the estimates do not rest on measurements of."""
-    if options.method == "dot_moe":
-        return [*UNMEASURED]
-    return [*UNMEASURED, SPLIT_LEFT_OUT]
+    sentences = list(UNMEASURED)
+    if stages.writing:
+        sentences.append(WRITING_ASSUMED)
+    if options.method != "dot_moe":
+        sentences.append(SPLIT_LEFT_OUT)
+    return sentences
 
 
 def _limits(dense: DenseModel, sizes: Sizes, form: TransformersFormat | str) -> list[str]:
@@ -183,9 +201,10 @@ def chosen_in_time(
         )
     model, folder = dense_config(config.model)
     stored, device = stored_dtype(model, folder), resolved_device(config.load.device)
-    meant, _, sizes, _ = _sized(model, config, stored)
+    is_chat = states_chats(folder)
+    meant, _, sizes, _ = _sized(model, _with_sources(config, is_chat=is_chat), stored)
     here = here or replace(_measured(device, config, stored), gpus=num_ranks())
-    stages, estimates = Stages(sizes, meant), list[str]()
+    stages, estimates = Stages(sizes, meant, is_chat=is_chat), list[str]()
     training = stages.trainings().get("align")
     align = None if training is None else plan_step(training[0], here, tokens=training[1])
     for name, choice in stages.repaired():
@@ -198,6 +217,13 @@ def chosen_in_time(
         f"time is {config.time}, but no repair takes less here: {', '.join(estimates)}. Raise "
         "time, or give --no-repair."
     )
+
+
+def _with_sources(options: AnyConversion, *, is_chat: bool) -> AnyConversion:
+    """The options with the text that the default means for such a model."""
+    if options.data.data:
+        return options
+    return replace(options, data=replace(options.data, data=default_sources(is_chat=is_chat)))
 
 
 def _sized(

@@ -4,7 +4,7 @@ Bytes are for planning: allocator slack, the framework itself (about 1 GiB on a 
 operating system come on top.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from dotmoe.method.config import FinetuneConfig, Train
 from dotmoe.method.granularity import Splits, targets_of
 from dotmoe.models.family import TARGETS, family_of, widths_of
 from dotmoe.models.stream import TOKENS_AT_ONCE
+from dotmoe.text.expected import Writing
 from dotmoe.training.losses import chunk_rows
 
 Items = Mapping[str, int]
@@ -292,6 +293,21 @@ def kept_per_token(step: Step) -> int:
     norms = 0 if sizes.traits.qk_norm == "none" else sizes.head_width
     narrow = of_neurons * step.neurons + 2 * sizes.head_width + inputs * width
     return step.held * narrow + FLOAT32 * (3 * width + 4 * sizes.split.num_experts + norms)
+
+
+def answers_memory(sizes: Sizes, writing: Sequence[Writing], held: int) -> Items:
+    """Peak memory while the dense model writes: keys and values of a whole batch, and its logits.
+
+    A layer's keys and values are copied when a token is added to them.
+    """
+    layers, rows = sizes.widths.layers, max(min(each.rows, each.texts) for each in writing)
+    longest = max(each.read + each.longest for each in writing)
+    of_a_layer = 2 * (sizes.head_width - sizes.queries) * rows * longest
+    return {
+        "dense weights": held * sizes.counts.dense_total,
+        "keys and values": held * (layers + 1) * of_a_layer,
+        "logits": 2 * held * sizes.widths.vocabulary * rows,
+    }
 
 
 def calibration_memory(sizes: Sizes, tokens: int, held: int) -> Items:

@@ -16,7 +16,8 @@ def tables_of(record: Values) -> list[Table]:
     tables += [_choices(record)] if record["choices"] else []
     for task in record["run"]["shown"]:
         tables.append(_plans(record["run"], [p for p in record["plans"] if p["task"] == task]))
-    rows = [["convert:", sentence] for sentence in record["chosen"]]
+    rows = [["answers:", sentence] for sentence in _written(record["run"])]
+    rows += [["convert:", sentence] for sentence in record["chosen"]]
     rows += [["warning:", warning] for warning in record["warnings"]]
     rows += [["serving:", limit] for limit in record["limits"]]
     rows += [["estimate:", sentence] for sentence in record["unmeasured"]]
@@ -97,8 +98,17 @@ def _stages(record: Values, conversion: Values) -> Table:
         title=f"dotmoe convert on {_machine(conversion)} (estimated; {tokens})",
         columns=("stage", "memory", "time", "disk"),
         rows=rows,
-        note="--json lists the items of each size.",
+        note="--json lists the operations of each stage and the items of each size.",
     )
+
+
+def _written(run: Values) -> list[str]:
+    """What the dense model itself writes."""
+    parts = [f"{each['texts']:,} {each['what']} ({each['tokens']:,})" for each in run["writing"]]
+    if not parts:
+        return []
+    tokens = sum(each["tokens"] for each in run["writing"])
+    return [f"the model writes about {tokens:,} tokens: {', '.join(parts)}"]
 
 
 def _memory(row: Values) -> str:
@@ -109,7 +119,12 @@ def _memory(row: Values) -> str:
 
 def _conversions(conversions: list[Values]) -> Table:
     """Time of the longest stages, and of all, on each machine."""
-    names = {"start from data": "start", "alignment": "alignment", "repair": "repair"}
+    names = {
+        "answers": "answers",
+        "start from data": "start",
+        "alignment": "alignment",
+        "repair": "repair",
+    }
     rows = []
     for each in conversions:
         hours = {row["stage"]: _hours(row["hours"]) for row in each["stages"]}

@@ -1,0 +1,98 @@
+"""How much a dense model is expected to write in a run, before it writes: see `answers`."""
+
+from dataclasses import dataclass
+
+from dotmoe.models.sampling import Sampling
+from dotmoe.text import answers
+from dotmoe.text.config import AnswersConfig, DataConfig
+from dotmoe.text.sources import PROMPTS, SELF, means
+
+QUESTION_TOKENS, ANSWER_TOKENS = 48, 220
+"""Mean tokens of a question in its template, and of an answer: of SmolLM2-135M and
+Qwen2.5-Coder-0.5B, on the prompts of this package."""
+TURN_TOKENS = 120
+"""Mean tokens of a user's turn that a model writes itself, assumed: most run to their limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writing:
+    """Texts of one kind that a model writes side by side."""
+
+    what: str
+    texts: int
+    read: int
+    """Tokens before each text: those of a question."""
+    written: int
+    """Mean tokens of a text."""
+    longest: int
+    """Tokens of the longest text, for which a batch runs."""
+    rows: int
+    """Texts that grow at once."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the model generates."""
+        return self.texts * self.written
+
+    @property
+    def batches(self) -> int:
+        """Number of batches."""
+        return -(-self.texts // self.rows)
+
+
+def expected_writing(
+    data: DataConfig, how: AnswersConfig, tokens: int, *, is_chat: bool
+) -> tuple[Writing, ...]:
+    """What a model writes in a run whose fit reads `tokens` tokens; nothing where nothing asks.
+
+    Rows of files that ask are not counted: nothing is read here.
+    """
+    made = list[Writing]()
+    if answers.asks_by_name(data):
+        tokens = how.answer_tokens or tokens
+        made += _chats(data, tokens) if is_chat else [_from_nothing(tokens)]
+    if is_chat and how.heldout_answers:
+        made.append(_answers("held-out answers", 2 * how.heldout_answers))
+    return tuple(made)
+
+
+def _chats(data: DataConfig, tokens: int) -> list[Writing]:
+    """Answers to fit to, and the questions that the model writes once the prompts have run out."""
+    questions = 0
+    if any(means(source, PROMPTS) for source in data.data):
+        questions = sum(not each.is_held_out for each in answers.own_prompts("asked"))
+    wanted = _in_portions(tokens, QUESTION_TOKENS + ANSWER_TOKENS)
+    if not any(means(source, SELF) for source in data.data):
+        return [_answers("answers to fit to", min(wanted, answers.ROUNDS * questions))]
+    own = max(0, wanted - questions)
+    if not own:
+        return [_answers("answers to fit to", wanted)]
+    turns = _texts("questions", _in_portions(own, 1), 0, TURN_TOKENS, answers.TURNS)
+    return [turns, _answers("answers to fit to", wanted)]
+
+
+def _from_nothing(tokens: int) -> Writing:
+    """Texts of a base model, which seldom ends one."""
+    longest = answers.FREE.new_tokens
+    return _texts("texts to fit to", _in_portions(tokens, 1 + longest), 1, longest, answers.FREE)
+
+
+def _answers(what: str, texts: int) -> Writing:
+    return _texts(what, texts, QUESTION_TOKENS, ANSWER_TOKENS, answers.ANSWERS)
+
+
+def _texts(what: str, texts: int, read: int, written: int, how: Sampling) -> Writing:
+    return Writing(
+        what=what,
+        texts=texts,
+        read=read,
+        written=min(written, how.new_tokens),
+        longest=how.new_tokens,
+        rows=how.rows,
+    )
+
+
+def _in_portions(amount: int, of_each: int) -> int:
+    """Number of texts that hold an amount, if so many are written at a time."""
+    of_a_portion = answers.AT_ONCE * of_each
+    return -(-amount // of_a_portion) * answers.AT_ONCE
