@@ -52,7 +52,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         )
     dense = describe_dense(config.model)
     if not config.data.data:
-        sources = default_sources(dense.tokenizer)
+        sources = default_sources(is_chat=has_chats(dense.tokenizer))
         config = replace(config, data=replace(config.data, data=sources))
     read = config.calibration_tokens(dense.widths.model)
     if config.repair:
