@@ -123,10 +123,12 @@ class Checkpoints:
         newest = broadcast_from_rank_zero(self.newest)
         if newest is None:
             return 0
+        reader = _Reader(newest)
         try:
+            reader.read_metadata()  # here first: torch 2.11 does not pass on why it fails in `load`
             with torch.no_grad():
-                load(dict(tensors), storage_reader=_Reader(newest))
-        except CheckpointException as error:
+                load(dict(tensors), storage_reader=reader)
+        except (CheckpointException, pickle.UnpicklingError, EOFError, OSError) as error:
             raise UserError(
                 f"{newest} is damaged or does not fit this run "
                 f"({one_line(_cause_of(error))[:160]}). Delete it, and the run goes on from one "
@@ -188,8 +190,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"its metadata name {module}.{name}, which no checkpoint has")
 
 
-def _cause_of(error: CheckpointException) -> BaseException:
-    """The underlying error of the first rank that failed."""
+def _cause_of(error: Exception) -> BaseException:
+    """The underlying error, that of the first rank that failed."""
+    if not isinstance(error, CheckpointException):
+        return error
     cause, _ = next(iter(error.failures.values()))
     if "inline_container" in str(cause):  # torch's file writer, which hides the system's error
         return OSError(errno.ENOSPC, "a file of the checkpoint was truncated")
