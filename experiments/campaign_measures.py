@@ -37,7 +37,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from vllm_parity import ENVIRONMENT  # noqa: E402 - from that folder
 
 PYTHON_TEXT = "python-stdlib-heldout"
-DECODE = {"batch_sizes": (1,), "prompt_tokens": 0, "threads": 1, "clock": "cpu"}
+DECODE: dict[str, Any] = {"batch_sizes": (1,), "prompt_tokens": 0, "threads": 1, "clock": "cpu"}
 """How `dotmoe bench` measures the speed of two GGUF files."""
 VLLM_CONTEXT, VLLM_STEPS, VLLM_ROUNDS, VLLM_BATCHES = 128, 32, 3, (1, 8, 32)
 SPEED_TYPE = "q8_0"
@@ -327,7 +327,7 @@ def cost(it: Subject) -> Values:
         seconds = {name: stage["seconds"] for name, stage in made.items()}
         hours = sum(s["seconds"] * s["provenance"]["threads"] for s in made.values()) / 3_600
         tokens = _tokens_read(it)
-    if it.source is not None and it.row.by != "quantise":
+    if it.source is not None and it.row.by in ("finetune", "drop_idle"):
         before = cost(it.source)
         hours, tokens = hours + before["cpu_hours"], tokens + before["tokens"]
     return {"cpu_hours": hours, "tokens": tokens, "stages": seconds}

@@ -107,7 +107,7 @@ class Row:
     options: Options = field(default_factory=dict)
     """Options of the command, as its function in Python takes them."""
     of: str | None = None
-    """The row that it is made of; None: the dense model."""
+    """The row that it is made of, or whose text it reads; None: the dense model."""
     share: float | None = None
     """Share of the FFN that is active, where one is asked for."""
     beside: str | None = None
@@ -204,8 +204,9 @@ def rows_of(plan: Plan) -> list[Row]:
                 "data": plan.data,
                 "method": "sparsegpt_2_4",
                 "seq_len": plan.model.split.get("seq_len", plan.amounts.finetune_seq_len),
-                "calibration_tokens": sum(plan.amounts.fitted_tokens(plan.width, plan.ffn)),
+                "calibration_tokens": max(plan.amounts.fitted_tokens(plan.width, plan.ffn)),
             },
+            of="repaired-50",
             beside="repaired-50",
         )
     )

@@ -92,7 +92,7 @@ def expert_energies(dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor) 
         runs_TE = top_k_mask(logits_TE, layout.active_experts)
         energies[layer] += (runs_TE * energy_TE).sum(dim=0).cpu()
 
-    for rows in tokens_BT.split(max(1, 4_096 // tokens_BT.shape[1])):
+    for rows in torch.split(tokens_BT, max(1, 4_096 // tokens_BT.shape[1])):
         at_routers(dense, (layout,), rows, look, layout.target)
     return torch.stack([*energies.values()])
 
