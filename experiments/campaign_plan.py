@@ -8,6 +8,7 @@ for the others, and a finished one takes nothing.
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,8 +18,12 @@ import torch
 import dotmoe
 from campaign_rows import Amounts, Plan, Row
 from dotmoe.common.tables import Table, in_time, table_of
+from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.evaluate.models import StockModel, loaded, model_folder
+from dotmoe.measure.inspection import inspect_model, stored_dtype
+from dotmoe.measure.inspection.planner import measured_here
 from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import dense_config
 from dotmoe.models.sampling import Sampling, continuations
 from dotmoe.models.scoring import loss_of
 
@@ -72,6 +77,10 @@ class Expected:
     def __init__(self, model: str, plan: Plan, rows: Iterable[Row], rates: Rates) -> None:
         self.model, self.plan, self.rates = model, plan, rates
         self.rows = {row.name: row for row in rows}
+        self._config, folder = dense_config(model)
+        self._stored = stored_dtype(self._config, folder)
+        dtype = torch.bfloat16 if plan.dtype == "bfloat16" else torch.float32
+        self._here = measured_here(torch.device("cpu"), dtype)
         self._inspected = cache(self._inspect)
 
     @property
@@ -117,7 +126,13 @@ class Expected:
         return float(stages["export"])
 
     def _inspect(self, options: tuple[tuple[str, Any], ...]) -> Mapping[str, Any]:
-        return dotmoe.inspect(self.model, progress=False, **dict(options))
+        """What `dotmoe inspect` says of a conversion and a finetuning of it."""
+        given = dict(options)
+        recipe, tuned = given.pop("recipe", "default"), given.pop("finetune_recipe", None)
+        run = dotmoe.recipe(recipe, model=self.model, out="", **given)
+        groups = {each.name: getattr(run, each.name) for each in fields(run)}
+        config = InspectConfig(**groups, finetune_recipe=tuned)
+        return inspect_model(self._config, config, stored=self._stored, here=self._here)
 
     def measure(self, name: str) -> float:
         """Hours of a measure of one row, by the rates of the dense model."""

@@ -10,6 +10,7 @@ import torch
 
 import campaign
 import campaign_measures
+import campaign_plan
 import campaign_table
 import document_tables
 import dotmoe
@@ -47,7 +48,7 @@ def subject(tiny_dense, tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "probed", lambda *which: Rates(read=100.0, written=10.0))
     here = Accelerator(name="this CPU", flops_per_s=1e10, bytes_per_s=1e9, on_cpu=True)
     here = replace(here, memory_bytes=10**10)
-    monkeypatch.setattr("dotmoe.measure.inspection.estimates.measured_here", lambda *which: here)
+    monkeypatch.setattr(campaign_plan, "measured_here", lambda *which: here)
     folder = shutil.copytree(tiny_dense("qwen2"), tmp_path / "speaker")
     put_into(folder / "tokenizer_config.json", chat_template=CHATML)
     return campaign.Settings(name="embedded", model=str(folder), tiny=True, measures=QUICK)
