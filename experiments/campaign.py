@@ -124,6 +124,7 @@ class Campaign:
         self.left_out: dict[tuple[str, str], str] = {}
         """Why a row (with an empty second name) or a measure of it is not there."""
         self.cache: dict[str, Any] = {}
+        self.fingerprints: dict[str, str] = {}
 
     def _chosen_rows(self) -> list[Row]:
         names = [row.name for row in self.all_rows if row.by_default]
@@ -188,8 +189,10 @@ class Campaign:
         return asked | ({"dtype": self.settings.dtype} if measure.reads else {})
 
     def _fingerprint(self, row: Row) -> str:
-        """What identifies the model of a row."""
-        return fingerprint(model_folder(str(self.place(row))))
+        """What identifies the model of a finished row; its files are read once."""
+        if row.name not in self.fingerprints:
+            self.fingerprints[row.name] = fingerprint(model_folder(str(self.place(row))))
+        return self.fingerprints[row.name]
 
     # --- making -------------------------------------------------------------------------------
 
@@ -311,7 +314,10 @@ class Campaign:
 
     def _measure(self, subject: Subject, measure: Measure) -> None:
         """Make a measure and write its file."""
-        remove(subject.out(measure.name))  # of one that was asked otherwise
+        file = self.file(subject.row, measure.name)
+        if file.exists():  # of another model, or asked otherwise
+            remove(file)
+            remove(subject.out(measure.name))
         started = time.monotonic()
         values = measure.make(subject)
         record = {
@@ -324,7 +330,7 @@ class Campaign:
             "values": values,
             "provenance": provenance(0),
         }
-        write_json(self.file(subject.row, measure.name), record)
+        write_json(file, record)
 
     def _leave_out(self, row: str, measure: str, error: BaseException) -> None:
         why = str(error) if isinstance(error, UserError) else one_line(repr(error))

@@ -90,10 +90,13 @@ class Subject:
             return {}
         return read_json(self.run.stage("evaluate") / RESULTS)
 
-    @cached_property
+    @property
     def dense(self) -> DenseModel:
         """The dense model, without its weights."""
-        return describe_dense(self.model)
+        if "dense" not in self.cache:
+            self.cache["dense"] = describe_dense(self.model)
+        found: DenseModel = self.cache["dense"]
+        return found
 
     @property
     def is_chat(self) -> bool:
