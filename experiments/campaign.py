@@ -39,7 +39,6 @@ from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import describe_dense
 from dotmoe.run.defaults import default_sources
 from dotmoe.run.folder import RunFolder, commit, provenance
-from dotmoe.text.answers import FITTED
 from idle_experts import drop_idle
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -237,10 +236,7 @@ class Campaign:
         elif row.by == "finetune":
             dotmoe.finetune(source, out, **row.given)
         elif row.by == "prune":
-            assert source is not None
-            answers = source / "0_answers" / f"{FITTED}.jsonl"  # pruning asks no model
-            data = (str(answers),) if answers.is_file() else self.plan.data
-            dotmoe.prune(self.model, out, **{**row.given, "data": data})
+            dotmoe.prune(self.model, out, **row.given)
         elif row.by == "quantise" and not self.is_made(row):
             self._quantise(row)
         elif row.by == "drop_idle" and not self.is_made(row):

@@ -113,9 +113,10 @@ class Subject:
 
 def answers(it: Subject) -> Values:
     """KL per answer token, top-1 and the share of answers that end, on held-out own answers."""
-    measured = it.results.get("own_answers", {}).get("moe")
-    if measured:
-        return {**measured, "source": "the run's own results"}
+    by_name = it.results.get("own_answers", {})
+    for name in ("moe", "pruned"):
+        if name in by_name:
+            return {**by_name[name], "source": "the run's own results"}
     own, taught = _taught(it)
     if it.is_dense:
         sets = {ALIKE: own.alike, OTHERS: own.others}

@@ -92,7 +92,7 @@ class Expected:
     def answers(self) -> float:
         """Hours in which the dense model writes the text of all rows, once."""
         amounts = self.plan.amounts
-        fitted = max(amounts.fitted_tokens(self.plan.width, self.plan.ffn))
+        fitted = sum(amounts.fitted_tokens(self.plan.width, self.plan.ffn))
         finetuned = max(amounts.finetune_tokens, *self.plan.model.finetuned_tokens, 0)
         heldout = 2 * amounts.heldout_answers * ANSWER_TOKENS
         return (fitted + finetuned + heldout) / self.rates.written / 3_600

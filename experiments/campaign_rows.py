@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dotmoe.text.answers import asks_by_name
+from dotmoe.text.config import DataConfig
+
 Options = Mapping[str, Any]
 By = Literal["nothing", "convert", "finetune", "prune", "quantise", "drop_idle"]
 
@@ -107,7 +110,7 @@ class Row:
     options: Options = field(default_factory=dict)
     """Options of the command, as its function in Python takes them."""
     of: str | None = None
-    """The row that it is made of, or whose text it reads; None: the dense model."""
+    """The row that it is made of; None: the dense model."""
     share: float | None = None
     """Share of the FFN that is active, where one is asked for."""
     beside: str | None = None
@@ -147,8 +150,15 @@ class Plan:
         if options.get("repair", True):
             fitted["repair_tokens"] = self.amounts.repair_tokens
         given = {name: value for name, value in fitted.items() if value is not None}
-        own = {"data": self.data, "heldout_answers": self.amounts.heldout_answers}
-        return {**self.common, **own, **self.model.split, "active": share, **given, **options}
+        return {**self.common, **self.text, **self.model.split, "active": share, **given, **options}
+
+    @property
+    def text(self) -> Options:
+        """Options that give all conversions the same text, whatever each of them reads of it."""
+        own: dict[str, Any] = {"data": self.data, "heldout_answers": self.amounts.heldout_answers}
+        if asks_by_name(DataConfig(data=self.data)):
+            own["answer_tokens"] = sum(self.amounts.fitted_tokens(self.width, self.ffn))
+        return own
 
     def finetune(self, tokens: int | None = None, **options: Any) -> Options:
         """Options of a finetuning, on so many tokens."""
@@ -201,12 +211,11 @@ def rows_of(plan: Plan) -> list[Row]:
             by="prune",
             options={
                 **plan.common,
-                "data": plan.data,
+                **plan.text,
                 "method": "sparsegpt_2_4",
                 "seq_len": plan.model.split.get("seq_len", plan.amounts.finetune_seq_len),
-                "calibration_tokens": max(plan.amounts.fitted_tokens(plan.width, plan.ffn)),
+                "calibration_tokens": sum(plan.amounts.fitted_tokens(plan.width, plan.ffn)),
             },
-            of="repaired-50",
             beside="repaired-50",
         )
     )
