@@ -44,8 +44,11 @@ from idle_experts import drop_idle
 ROOT = Path(__file__).resolve().parents[1]
 FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
 """What ends one row or measure and not the others; an interrupt or a full disk ends all."""
-PAIRS = ("per_question", "window_losses", "answer_kls", "answer_tokens")
-"""Values of single questions, windows and answers: they are in the files of the measures."""
+LEFT_IN_FILES = {
+    *("per_question", "window_losses", "answer_kls", "answer_tokens"),  # of single ones
+    *("provenance", "identity", "name"),  # of each task, with paths of this machine
+}
+"""Values that the results leave to the files of the measures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -409,12 +412,15 @@ class Campaign:
 
 
 def _short(values: Any) -> Any:
-    """Values without those of single questions, windows and answers."""
-    if isinstance(values, dict):
-        return {name: _short(each) for name, each in values.items() if name not in PAIRS}
+    """Values of a measure as the results have them."""
     if isinstance(values, list):
         return [_short(each) for each in values]
-    return values
+    if not isinstance(values, dict):
+        return values
+    kept = {name: _short(each) for name, each in values.items() if name not in LEFT_IN_FILES}
+    if "text" in kept:
+        kept["text"] = [Path(source).name for source in kept["text"]]
+    return kept
 
 
 def _without_paths(options: Values) -> Values:

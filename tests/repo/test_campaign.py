@@ -279,3 +279,18 @@ def test_every_row_and_measure_is_made_and_shown(subject, shared_data, text_file
     for words in ("SparseGPT 2:4", "DOT-MoE (paper), finetuned", "KL, other prompts", "GSM8K"):
         assert words in shown
     assert read_json(made.file(made.by_name["dense"], "size"))["values"]["bytes"] > 0
+
+
+def test_results_name_no_paths_and_no_single_questions():
+    task = {"scores": [{"value": 0.5, "per_question": [1, 0]}], "identity": {"model": "/home/a"}}
+    values = {
+        "text": ["/home/a/wiki.txt"],
+        "name": "/home/a/run",
+        "loss": 2.0,
+        "tasks": {"x": task},
+    }
+    assert campaign._short(values) == {
+        "text": ["wiki.txt"],
+        "loss": 2.0,
+        "tasks": {"x": {"scores": [{"value": 0.5}]}},
+    }
