@@ -45,7 +45,7 @@ def subject(tiny_dense, tmp_path, monkeypatch):
     for name in ("ANSWERS", "TURNS", "FREE"):
         monkeypatch.setattr(answers, name, short)
     monkeypatch.setattr("dotmoe.measure.evaluate.own_answers.ANSWERS", short)
-    monkeypatch.setattr(answers, "_AT_ONCE", 8)
+    monkeypatch.setattr(answers, "AT_ONCE", 8)
     monkeypatch.setattr(campaign, "probed", lambda *which: Rates(read=100.0, written=10.0))
     here = Accelerator(name="this CPU", flops_per_s=1e10, bytes_per_s=1e9, on_cpu=True)
     here = replace(here, memory_bytes=10**10)
