@@ -34,6 +34,7 @@ from dotmoe.common.options import ARGUMENT
 from dotmoe.common.tables import in_time, shown_as_text
 from dotmoe.measure.evaluate.difference import IncomparableError
 from dotmoe.measure.evaluate.models import gguf_file, model_folder
+from dotmoe.models.chat import has_chats
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import describe_dense
@@ -117,7 +118,7 @@ class Campaign:
             amounts=self.amounts,
             width=dense.widths.model,
             ffn=dense.widths.ffn,
-            data=settings.data or default_sources(dense.tokenizer),
+            data=settings.data or default_sources(is_chat=has_chats(dense.tokenizer)),
             dtype=settings.dtype,
         )
         self.all_rows = rows_of(self.plan)
