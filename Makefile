@@ -11,7 +11,7 @@ STAMP := .venv/installed
 PATHS := src tests scripts benchmarks experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 smollm2-table test test-slow test-gpu test-llama \
+.PHONY: help setup quickstart smollm2 smollm2-table campaign test test-slow test-gpu test-llama \
 	check fmt docs results splits clean
 
 help:  ## List the targets
@@ -79,6 +79,18 @@ smollm2-table: $(SMOLLM2)  ## The table of it, hours (SMOLLM2_DATA=, WIKI=, BOOK
 	done
 	$(BIN)/python scripts/real_model.py table results/smollm2.json smollm2/dense $(foreach share,0.75 0.5 0.25, \
 		smollm2/active-$(share) smollm2/finetuned-$(share))
+	$(BIN)/python scripts/update_documents.py
+
+# All rows and measures of the evidence on one model; CAMPAIGN=--plan says the hours and makes nothing.
+# Other models than SmolLM2 are given: MODEL=qwen25_coder_0.5b MODEL_PATH=FILE.
+MODEL ?= smollm2
+MODEL_PATH ?=
+CAMPAIGN ?=
+CAMPAIGN_MODEL := $(if $(MODEL_PATH),,$(if $(filter smollm2,$(MODEL)),$(SMOLLM2)))
+campaign: $(STAMP) $(CAMPAIGN_MODEL)  ## The evidence on MODEL, days (WIKI=, BOOKS=, TASK_DATA=, CAMPAIGN=--plan)
+	$(BIN)/python experiments/campaign.py $(MODEL) $(if $(MODEL_PATH),--model $(MODEL_PATH)) \
+		$(if $(WIKI),--wiki $(WIKI)) $(if $(BOOKS),--books $(BOOKS)) \
+		$(if $(TASK_DATA),--task-data $(TASK_DATA)) $(CAMPAIGN)
 	$(BIN)/python scripts/update_documents.py
 
 # Moved here when it is whole; a newer .venv does not fetch it again.

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
+import campaign_table
 from dotmoe.cli.quickstart import shown_quickstart
 from dotmoe.common.tables import in_about, in_bytes, in_time, percent
 from dotmoe.export.parameters import count_parameters
@@ -974,3 +975,15 @@ def qwen_kept() -> str:
         f"({', '.join(above)}). Of their mean {kept(above, 0)} is kept, and {kept(above, guess)} "
         f"of what is above guessing. 100 questions each; {file}."
     )
+
+
+@part
+def campaign(name: str) -> str:
+    """Rows and measures of the campaign on a model, or the command that makes it."""
+    file = f"results/campaign_{name}.json"
+    if not (ROOT / file).is_file():
+        return f"Not measured yet: `make campaign MODEL={name}`."
+    record = json.loads((ROOT / file).read_text(encoding="utf-8"))
+    by, commits_of_it = record["provenance"], ", ".join(f"`{each}`" for each in record["made_at"])
+    source = f"Commit {commits_of_it}; {by['hardware']}, torch {by['versions']['torch']}; {file}."
+    return f"{campaign_table.tables(record, tabled)}\n\n{source}"

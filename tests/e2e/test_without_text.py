@@ -84,6 +84,16 @@ def test_a_base_model_goes_on_from_nothing(tiny_dense, tmp_path):
     assert not run.results()["own_answers"]
 
 
+def test_an_alignment_on_own_answers_has_as_many_tokens_as_it_reads(speaker, tmp_path):
+    """Also where no calibration reads text, as from a random start."""
+    how = {"steps": 3, "batch_size": 2, "start": "random", "data": ["prompts", "self"]}
+    options = OPTIONS | how | {"answer_tokens": None, "calibration_tokens": None}
+    given = {name: value for name, value in options.items() if value is not None}
+    run = TinyRun("convert", speaker, tmp_path / "run", given).made()
+    fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
+    assert num_chat_tokens(fitted) >= 3 * 2 * 64
+
+
 def test_rows_that_ask_are_answered_and_text_beside_them_has_half(speaker, tmp_path, text_file):
     asking = tmp_path / "asking.jsonl"
     rows = [{"prompt": f"What is {number} + {number}?"} for number in range(40)]

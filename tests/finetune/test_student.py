@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from dotmoe.common.distributed import full_tensor, local_part
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.finetuning import Finetuning, write_student
+from dotmoe.method.layout import DROPPED
 from dotmoe.method.masked import masked_by
 from dotmoe.method.router import router_losses
 from dotmoe.models.family import FAMILIES
@@ -212,3 +213,38 @@ def test_no_copy_of_the_experts_waits_for_the_backward_pass(tiny_dense, new_stud
     held = [tensor for tensor in kept if tensor.numel() == size]
     assert len(held) == 2 * 3
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
+
+
+def test_a_student_without_some_neurons_is_written_as_a_checkpoint_of_all(
+    tiny_dense, layout_of, new_student, tmp_path
+):
+    """As static pruning leaves it: what is dropped is zero in the files, and runs for no token."""
+    folder = tiny_dense("llama")
+    dense = loaded(folder)
+    whole = layout_of(dense, 12, active_experts=3, shared_size=24)
+    last = whole.num_experts - 1
+    dropped_LN = whole.expert_of_neuron_LN == last
+    layout = replace(
+        whole,
+        expert_of_neuron_LN=whole.expert_of_neuron_LN.masked_fill(dropped_LN, DROPPED),
+        router_LED=whole.router_LED[:, :last],
+    )
+    tokens = torch.randint(2, 250, (2, 24))
+    with torch.no_grad(), masked_by(dense, layout):
+        expected = dense.model(input_ids=tokens).logits
+    student = new_student(folder, layout=layout)
+    write_student(student, layout, tmp_path / "model")
+    written = loaded(tmp_path / "model")
+    for layer, dropped_N in enumerate(dropped_LN):
+        ours, theirs = (model.model.model.layers[layer].mlp for model in (written, dense))
+        for name in ("gate_proj", "up_proj"):
+            rows_ND, before_ND = getattr(ours, name).weight, getattr(theirs, name).weight
+            assert torch.equal(rows_ND[~dropped_N], before_ND[~dropped_N])
+            assert not rows_ND[dropped_N].any()
+        assert torch.equal(
+            ours.down_proj.weight[:, ~dropped_N], theirs.down_proj.weight[:, ~dropped_N]
+        )
+        assert not ours.down_proj.weight[:, dropped_N].any()
+    with torch.no_grad(), masked_by(written, layout):
+        found = written.model(input_ids=tokens).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -70,7 +70,8 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             wanted = config.calibration_tokens(dense.widths.model)
             if config.repair:
                 wanted = max(wanted, repair_tokens(config.repairing, splits, dense.config))
-            run.answer(dense, wanted)
+            aligned = config.align.steps * config.align.batch_size * config.data.seq_len
+            run.answer(dense, max(wanted, aligned))
             run.tokenise(dense, wanted)
             splits = _with_dense_layers(run, dense, splits)
             states = None

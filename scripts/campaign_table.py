@@ -1,0 +1,126 @@
+"""The tables of a campaign: what each row keeps of the dense model, and what it costs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dotmoe.common.tables import percent
+
+Cell = Callable[[Any], str | None]
+TEXTS = {"wiki": "WikiText-2", "books": "books", "python": "Python"}
+TASKS = {"tasks": "six tasks, %", "humaneval": "HumanEval, %", "gsm8k": "GSM8K, %"}
+ANSWERS = {"alike": "KL, prompts as fitted", "others": "KL, other prompts"}
+
+
+def quality(row: Any) -> dict[str, str | None]:
+    """What a row keeps, by the headings of the table."""
+    measures = row["measures"]
+    cells: dict[str, str | None] = {}
+    for kind, heading in ANSWERS.items():
+        found = measures.get("answers", {}).get(kind)
+        cells[heading] = found and with_error(found["kl"], found["kl_stderr"], ".3f")
+    others = measures.get("answers", {}).get("others")
+    cells["top-1, %"] = others and f"{100 * others['top1']:.1f}"
+    cells["answers that end, %"] = others and _ends(others)
+    for name, heading in TEXTS.items():
+        cells[heading] = _times_dense(row, name)
+    for name, heading in TASKS.items():
+        cells[heading] = _score(measures.get(name))
+    return cells
+
+
+def cost(row: Any) -> dict[str, str | None]:
+    """What a row costs, by the headings of the table."""
+    measures = row["measures"]
+    cost, speed = measures.get("cost"), measures.get("llama_cpp")
+    cells = {
+        "MB": f"{measures['size']['bytes'] / 1e6:,.0f}" if "size" in measures else None,
+        "CPU hours": f"{cost['cpu_hours']:.2f}" if cost else None,
+        "tokens": f"{cost['tokens']:,}" if cost else None,
+        "tokens/s in llama.cpp": f"{speed['moe']['tokens_per_s']:.0f}" if speed else None,
+        "times dense": f"{speed['speed_ratio']:.2f}" if speed else None,
+    }
+    for batch, rounds in measures.get("vllm", {}).get("tokens_per_s", {}).items():
+        cells[f"vLLM, batch {batch}"] = f"{sorted(rounds)[len(rounds) // 2]:.0f}"
+    return cells
+
+
+def with_error(value: float, stderr: float | None, form: str) -> str:
+    """A number and its standard error, if it has one."""
+    return f"{value:{form}}" if stderr is None else f"{value:{form}} ± {stderr:{form}}"
+
+
+def _ends(found: Mapping[str, Any]) -> str:
+    """Answers that end; the error is that of the difference to the dense model."""
+    error = found["more_unfinished_stderr"]
+    return with_error(100 * found["ended"], None if error is None else 100 * error, ".0f")
+
+
+def _times_dense(row: Any, text: str) -> str | None:
+    """Perplexity of a text as a multiple of the dense model's; of that one the perplexity."""
+    found = row["measures"].get(text)
+    if row["name"] == "dense":
+        return f"ppl {found['perplexity']:.2f}" if found else None
+    apart = row["above_dense"].get(text)
+    if apart is None:
+        return None
+    nats, stderr = apart["nats"]
+    times = math.exp(nats)
+    return with_error(times, None if stderr is None else times * stderr, ".2f")
+
+
+def _score(found: Mapping[str, Any] | None) -> str | None:
+    """A score in percent: the mean of several tasks, or that of one."""
+    if found is None:
+        return None
+    mean = found["averages"].get("paper")
+    if mean is None:
+        (mean,) = (
+            score
+            for task in found["tasks"].values()
+            for score in task["scores"]
+            if score["is_main"]
+        )
+    error = mean["stderr"]
+    return with_error(100 * mean["value"], None if error is None else 100 * error, ".1f")
+
+
+def tables(record: Any, tabled: Callable[..., str]) -> str:
+    """The tables of a campaign as Markdown, made by `tabled`, and what was not measured."""
+    rows = [row for row in record["rows"] if row["is_made"]]
+    parts = [_table(rows, make, tabled) for make in (quality, cost)]
+    return "\n\n".join([*parts, not_measured(record)])
+
+
+def _table(
+    rows: Sequence[Any], make: Callable[[Any], dict[str, str | None]], tabled: Callable[..., str]
+) -> str:
+    """A table of the columns in which at least one row has a value."""
+    cells = {row["name"]: make(row) for row in rows}
+    headings = dict.fromkeys(name for row in cells.values() for name in row)
+    columns: dict[str, Cell] = {
+        "FFN active": lambda row: percent(row["share"]) if row["share"] else None,
+        "row": lambda row: row["what"],
+    }
+    for heading in headings:
+        if any(row.get(heading) for row in cells.values()):
+            columns[heading] = lambda row, at=heading: cells[row["name"]].get(at)  # type: ignore[misc]
+    return tabled(rows, columns, words=2)
+
+
+def not_measured(record: Any) -> str:
+    """Rows that are not made and measures that no row has, each with the reason."""
+    said = []
+    for row in record["rows"]:
+        if not row["is_made"]:
+            hours = f"{row['expected_hours']:.1f} h expected"
+            said.append(f"- row `{row['name']}`: {row['why_not_made']} ({hours})")
+    reasons = dict[str, list[str]]()
+    for row in record["rows"]:
+        if row["is_made"]:
+            for measure, why in row["not_measured"].items():
+                reasons.setdefault(f"{measure}: {why}", []).append(row["name"])
+    for reason, names in reasons.items():
+        rows = f"of {len(names)} rows" if len(names) > 3 else f"of {', '.join(names)}"
+        said.append(f"- {reason} ({rows})")
+    return "\n".join(["Not measured:", "", *said]) if said else "All rows and measures are there."
