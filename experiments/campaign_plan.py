@@ -109,7 +109,9 @@ class Expected:
         if row.by == "finetune":
             return self._finetuning(row)
         plan = self._inspected(tuple(sorted(row.given.items())))
-        return float(plan["conversions"][0]["hours"] or 0.0)
+        stages = plan["conversions"][0]["stages"]
+        # The rows share their own answers, which `answers` counts.
+        return sum(each["hours"] or 0.0 for each in stages if each["stage"] != "answers")
 
     def _finetuning(self, row: Row) -> float:
         """Hours of a finetuning, by the planned speed of its recipe."""

@@ -190,7 +190,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"its metadata name {module}.{name}, which no checkpoint has")
 
 
-def _cause_of(error: Exception) -> BaseException:
+def _cause_of(error: BaseException) -> BaseException:
     """The underlying error, that of the first rank that failed."""
     if not isinstance(error, CheckpointException):
         return error
