@@ -4,6 +4,8 @@ import json
 import shutil
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from dotmoe.common.files import read_json
 from dotmoe.models.chat import has_chats, states_chats
@@ -36,6 +38,26 @@ def speaker(tiny_dense, tmp_path):
     return folder
 
 
+@torch.no_grad()
+def stock_closeness(dense, folder, answers_file, **overrides):
+    """KL per answer token and share of equal top tokens, by stock Transformers alone."""
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **more)
+        for path, more in ((dense, {}), (folder, overrides))
+    )
+    kls, sames = [], []
+    for line in answers_file.read_text().splitlines():
+        row = json.loads(line)
+        ids, start = torch.tensor([row["ids"]]), row["answer_start"]
+        logits = (
+            model(input_ids=ids).logits[0, start - 1 : -1].double() for model in (ours, theirs)
+        )
+        first, second = (each.log_softmax(1) for each in logits)
+        kls.append((first.exp() * (first - second)).sum(1))
+        sames.append(first.argmax(1) == second.argmax(1))
+    return float(torch.cat(kls).mean()), float(torch.cat(sames).double().mean())
+
+
 def test_a_chat_model_is_converted_without_text_and_measured_on_held_out_answers(
     speaker, tmp_path, command
 ):
@@ -53,6 +75,42 @@ def test_a_chat_model_is_converted_without_text_and_measured_on_held_out_answers
     told = " ".join(done.out.split())
     assert "On answers that the dense model wrote itself" in told
     assert "nats per answer token" in told
+
+
+def test_other_k_at_load_time_are_measured_on_held_out_answers(speaker, tmp_path, command):
+    """Oracle: stock Transformers, which loads the export with that k; at k = E the dense model."""
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS)
+    done = command(*run.command())
+    curve = run.results()["own_answers_curve"]
+    points = {point["active_experts"]: point for point in curve["points"]}
+    assert list(points) == [1, 3, 6, 9, 12]
+    assert curve["active_experts"] == 3
+    exported = run.folder / "5_export"
+    for active in (1, 3, 12):
+        for name in ("alike", "others"):
+            file = run.folder / f"0_answers/{name}.jsonl"
+            kl, top1 = stock_closeness(speaker, exported, file, num_experts_per_tok=active)
+            measured = points[active][name]
+            assert measured["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-6)
+            assert measured["top1"] == pytest.approx(top1)
+    assert points[12]["others"]["kl"] < 1e-6
+    assert points[12]["others"]["top1"] == 1
+    said = " ".join(done.out.split())
+    for text in (said, (exported / "README.md").read_text()):
+        assert "by num_experts_per_tok at load time" in text
+        assert "100 % at 12 of 12." in text
+    assert "Held-out answers at several k" in (run.folder / "7_report/report.md").read_text()
+
+
+def test_a_format_that_fixes_k_has_no_curve(tiny_dense, tmp_path):
+    folder = shutil.copytree(tiny_dense("llama"), tmp_path / "speaker")
+    put_into(folder / "tokenizer_config.json", chat_template=CHATML)
+    options = OPTIONS | {"format": "mixtral"}
+    run = TinyRun("convert", folder, tmp_path / "run", options).made()
+    results = run.results()
+    assert results["own_answers"]
+    assert not results["own_answers_curve"]
+    assert "at several k" not in (run.folder / "7_report/report.md").read_text()
 
 
 @pytest.mark.parametrize("option", ["answer_tokens", "heldout_answers"])
@@ -82,6 +140,7 @@ def test_a_base_model_goes_on_from_nothing(tiny_dense, tmp_path):
     fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
     assert all(each.ids[0] == 0 and each.answer_start == 1 for each in fitted)
     assert not run.results()["own_answers"]
+    assert not run.results()["own_answers_curve"]
 
 
 def test_rows_that_ask_are_answered_and_text_beside_them_has_half(speaker, tmp_path, text_file):

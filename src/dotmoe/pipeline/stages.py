@@ -28,6 +28,7 @@ from dotmoe.common.tables import Table, in_bytes, shown_as_html, shown_as_text
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.export.write import export
 from dotmoe.measure.evaluate import perplexity
+from dotmoe.measure.evaluate.answers_at_k import curve_in_short, curve_on_own_answers
 from dotmoe.measure.evaluate.models import context_of
 from dotmoe.measure.evaluate.own_answers import (
     DenseStates,
@@ -338,13 +339,17 @@ class Run:
             note = " ".join([text, *missing])
             table = replace(perplexity.perplexity_table(results), note=note)
             answered = self.on_own_answers(dense, exports, taught)
-            tables = [table]
+            curve = self._at_other_k(exported, taught, answered)
+            shown: list[Table | str] = [table]
             if answered:
-                tables.append(own_answers_table({"this model": answered["moe"]}))
-            write_model_card(exported, record, *tables)
+                shown.append(own_answers_table({"this model": answered["moe"]}))
+            if curve:
+                shown.append(curve_in_short(curve))
+            write_model_card(exported, record, *shown)
             return {
                 **results,
                 "own_answers": answered,
+                "own_answers_curve": curve,
                 **more,
                 "text_notes": list(self.text.notes),
                 "granularity": to_record(splits_in(layouts)),
@@ -363,6 +368,15 @@ class Run:
         with self.progress.bar("held-out answers") as update:
             how = self.config.seed, update
             return on_own_answers(taught, dense.tokenizer, exports, self.own, *how)
+
+    def _at_other_k(
+        self, exported: Path, taught: dict[str, DenseStates], answered: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The export on held-out answers at other k; empty if there are none, or k is fixed."""
+        if not answered:
+            return {}
+        with self.progress.bar("held-out answers, other k") as update:
+            return curve_on_own_answers(taught, exported, self.own, answered["moe"], update)
 
     def write_results(self, measure: Callable[[], dict[str, Any]]) -> None:
         """Run the evaluate stage: write what `measure` returns, with config and provenance."""

@@ -19,6 +19,7 @@ from dotmoe.common.tables import (
     whole_line,
     without_html,
 )
+from dotmoe.measure.evaluate.answers_at_k import curve_in_short
 from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.evaluate.own_answers import own_answers_table
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
@@ -143,7 +144,10 @@ def _what_next(results: RunResults) -> list[RenderableType]:
     count = len(notes_for_serving(results))
     notes = f" (with {count} notes for serving)" if count else ""
     lowered = [record.context_lowered] if record.context_lowered else []
+    curve = results.own_answers_curve
+    at_other_k = [curve_in_short(curve)] if curve else []
     return [
+        *(Text(each) for each in at_other_k),
         Text("The files hold all experts: what is saved is work, not disk or memory."),
         *(Text(each) for each in lowered),
         Text(""),
