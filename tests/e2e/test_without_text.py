@@ -4,8 +4,7 @@ import json
 import shutil
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
+from speakers import CHATML, OPTIONS, stock_closeness
 
 from dotmoe.common.files import read_json
 from dotmoe.models.chat import has_chats, states_chats
@@ -14,48 +13,7 @@ from dotmoe.text import answers, expected
 from dotmoe.text.answers import num_answer_tokens, num_chat_tokens, own_prompts, read_answers
 from runs import TINY_CONVERT, TinyRun, put_into, words
 
-CHATML = (
-    "{% for m in messages %}<u>{{ m['role'] }}:{{ m['content'] }}<|endoftext|>{% endfor %}"
-    "{% if add_generation_prompt %}<u>assistant:{% endif %}"
-)
-OPTIONS = TINY_CONVERT | {"steps": 0, "answer_tokens": 800, "heldout_answers": 3, "seq_len": 64}
-
-
-@pytest.fixture(autouse=True)
-def _short_answers(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    short = answers.Sampling(new_tokens=24)
-    for name in ("ANSWERS", "TURNS", "FREE"):
-        monkeypatch.setattr(answers, name, short)
-    monkeypatch.setattr("dotmoe.measure.evaluate.own_answers.ANSWERS", short)
-    monkeypatch.setattr(answers, "AT_ONCE", 8)
-
-
-@pytest.fixture
-def speaker(tiny_dense, tmp_path):
-    folder = shutil.copytree(tiny_dense("qwen2"), tmp_path / "speaker")
-    put_into(folder / "tokenizer_config.json", chat_template=CHATML)
-    return folder
-
-
-@torch.no_grad()
-def stock_closeness(dense, folder, answers_file, **overrides):
-    """KL per answer token and share of equal top tokens, by stock Transformers alone."""
-    ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **more)
-        for path, more in ((dense, {}), (folder, overrides))
-    )
-    kls, sames = [], []
-    for line in answers_file.read_text().splitlines():
-        row = json.loads(line)
-        ids, start = torch.tensor([row["ids"]]), row["answer_start"]
-        logits = (
-            model(input_ids=ids).logits[0, start - 1 : -1].double() for model in (ours, theirs)
-        )
-        first, second = (each.log_softmax(1) for each in logits)
-        kls.append((first.exp() * (first - second)).sum(1))
-        sames.append(first.argmax(1) == second.argmax(1))
-    return float(torch.cat(kls).mean()), float(torch.cat(sames).double().mean())
+pytestmark = pytest.mark.usefixtures("short_answers")
 
 
 def test_a_chat_model_is_converted_without_text_and_measured_on_held_out_answers(

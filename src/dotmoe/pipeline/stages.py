@@ -312,10 +312,13 @@ class Run:
         layouts: Layouts,
         measure: Callable[[], dict[str, Any]],
         earlier: dict[str, Path] | None = None,
+        judge: Callable[[dict[str, Any]], dict[str, Any]] = lambda answered: {},
     ) -> None:
         """Measure perplexity of the dense model, the export, and `earlier` exports by name.
 
-        The results also have what `measure` returns and what the export's record contains. All are
+        The results also have what `measure` returns and what the export's record contains. `judge`
+        gets the export's closeness on held-out answers and adds to the results, or refuses it by an
+        exception: then the stage stays unfinished. All are
         measured in the same windows, which no context of theirs is shorter than. The dense model's
         weights are dropped from memory after `measure`, before an export is loaded.
         """
@@ -339,6 +342,7 @@ class Run:
             note = " ".join([text, *missing])
             table = replace(perplexity.perplexity_table(results), note=note)
             answered = self.on_own_answers(dense, exports, taught)
+            judged = judge(answered.get("moe", {}))
             curve = self._at_other_k(exported, taught, answered)
             shown: list[Table | str] = [table]
             if answered:
@@ -350,6 +354,7 @@ class Run:
                 **results,
                 "own_answers": answered,
                 "own_answers_curve": curve,
+                **judged,
                 **more,
                 "text_notes": list(self.text.notes),
                 "granularity": to_record(splits_in(layouts)),

@@ -21,6 +21,7 @@ from dotmoe.common.tables import (
 )
 from dotmoe.measure.evaluate.answers_at_k import curve_in_short
 from dotmoe.measure.evaluate.difference import times_perplexity
+from dotmoe.measure.evaluate.kept import kept_in_short
 from dotmoe.measure.evaluate.own_answers import own_answers_table
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.results import RunResults
@@ -103,6 +104,8 @@ def _shown(run: RunResults) -> dict[str, Any]:
     """Title, first screen and sections of a run."""
     results, counts = run.results, run.results["parameters"]
     sentence = in_short(results["moe"], results["dense"], counts)
+    if kept := results.get("keep"):
+        sentence += f" {kept_in_short(kept)}"
     first: Blocks = [sentence, overview(run.models, counts)]
     if run.own_answers:
         first.append(own_answers_table(run.own_answers))
