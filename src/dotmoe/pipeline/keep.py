@@ -25,9 +25,9 @@ from dotmoe.export.write import export_dtype, require_exportable
 from dotmoe.measure.evaluate.kept import in_tenths, speed_in_words
 from dotmoe.measure.evaluate.own_answers import (
     DenseStates,
-    kept_share,
     measure_closeness,
     states_on,
+    worse_set,
 )
 from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers, pruning_errors
 from dotmoe.method.config import RepairConfig
@@ -107,9 +107,10 @@ def judge_of(run: Run, dense: DenseModel) -> Callable[[Values], Values]:
 
     def judge(closeness: Values) -> Values:
         chosen = read_json(run.folder.stage("share") / _CHOSEN)
-        kept, active = kept_share(closeness), chosen["active_experts"]
+        worse, active = worse_set(closeness), chosen["active_experts"]
+        kept = worse["top1"]
         if kept >= wanted:
-            return {"keep": chosen | {"kept": kept}}
+            return {"keep": chosen | {"kept": kept, "kept_stderr": worse["top1_stderr"]}}
         if active < _candidates(run.config, dense)[-1]:
             raise MissedError(active, kept)
         raise UserError(
@@ -200,7 +201,7 @@ def _tried(
     return {
         "active_experts": active,
         "num_experts": _all_experts(split),
-        "kept": kept_share(closeness),
+        "kept": worse_set(closeness)["top1"],
         **{kind: {name: each[name] for name in ("kl", "top1")} for kind, each in closeness.items()},
     }
 

@@ -14,8 +14,8 @@ from dotmoe.measure.evaluate.difference import nats_with_error
 from dotmoe.measure.evaluate.own_answers import (
     KINDS_SHOWN,
     DenseStates,
-    kept_share,
     measure_closeness,
+    worse_set,
 )
 from dotmoe.models.load import load_weights
 from dotmoe.text.answers import ALIKE, OTHERS, OwnAnswers
@@ -81,7 +81,10 @@ def _point(record: ExportRecord, active: int, closeness: Mapping[str, Values]) -
 
 def curve_in_short(curve: Values) -> str:
     """One sentence: how often the top token is the dense model's at each k."""
-    parts = (f"{percent(kept_share(_sets_in(p)))} at {_shown_k(curve, p)}" for p in curve["points"])
+    parts = (
+        f"{percent(worse_set(_sets_in(point))['top1'])} at {_shown_k(curve, point)}"
+        for point in curve["points"]
+    )
     return (
         f"Top token as the dense model's on held-out answers, by {curve['key']} at load time: "
         f"{', '.join(parts)} of {curve['num_experts']}."

@@ -30,7 +30,10 @@ def kept_in_short(record: Values) -> str:
         f" Exported with {each['active_experts']} experts first, it kept {in_tenths(each['kept'])}."
         for each in record["missed"]
     )
+    kept, error = f"{100 * record['kept']:.1f}", record["kept_stderr"]
+    if error is not None:
+        kept += f" ± {100 * error:.1f}"
     return (
         f"Asked to keep {in_tenths(record['wanted'])} of the dense model's top tokens on held-out "
-        f"answers, the export keeps {in_tenths(record['kept'])}. {speed_in_words(record)}.{missed}"
+        f"answers, the export keeps {kept} %. {speed_in_words(record)}.{missed}"
     )

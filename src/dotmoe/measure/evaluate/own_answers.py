@@ -230,9 +230,9 @@ def on_own_answers(
     return results
 
 
-def kept_share(closeness: Mapping[str, Values]) -> float:
-    """Share of answer tokens whose most likely one is the dense model's, of the worse set."""
-    return min(float(values["top1"]) for values in closeness.values())
+def worse_set(closeness: Mapping[str, Values]) -> Values:
+    """The closeness on that set of answers on which fewer top tokens are the dense model's."""
+    return min(closeness.values(), key=lambda values: float(values["top1"]))
 
 
 def own_answers_table(results: Mapping[str, Values]) -> Table:
