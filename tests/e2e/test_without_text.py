@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from speakers import CHATML, OPTIONS, stock_closeness
 
 from dotmoe.common.files import read_json
 from dotmoe.models.chat import has_chats, states_chats
@@ -12,28 +13,7 @@ from dotmoe.text import answers, expected
 from dotmoe.text.answers import num_answer_tokens, num_chat_tokens, own_prompts, read_answers
 from runs import TINY_CONVERT, TinyRun, put_into, words
 
-CHATML = (
-    "{% for m in messages %}<u>{{ m['role'] }}:{{ m['content'] }}<|endoftext|>{% endfor %}"
-    "{% if add_generation_prompt %}<u>assistant:{% endif %}"
-)
-OPTIONS = TINY_CONVERT | {"steps": 0, "answer_tokens": 800, "heldout_answers": 3, "seq_len": 64}
-
-
-@pytest.fixture(autouse=True)
-def _short_answers(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    short = answers.Sampling(new_tokens=24)
-    for name in ("ANSWERS", "TURNS", "FREE"):
-        monkeypatch.setattr(answers, name, short)
-    monkeypatch.setattr("dotmoe.measure.evaluate.own_answers.ANSWERS", short)
-    monkeypatch.setattr(answers, "AT_ONCE", 8)
-
-
-@pytest.fixture
-def speaker(tiny_dense, tmp_path):
-    folder = shutil.copytree(tiny_dense("qwen2"), tmp_path / "speaker")
-    put_into(folder / "tokenizer_config.json", chat_template=CHATML)
-    return folder
+pytestmark = pytest.mark.usefixtures("short_answers")
 
 
 def test_a_chat_model_is_converted_without_text_and_measured_on_held_out_answers(
@@ -53,6 +33,42 @@ def test_a_chat_model_is_converted_without_text_and_measured_on_held_out_answers
     told = " ".join(done.out.split())
     assert "On answers that the dense model wrote itself" in told
     assert "nats per answer token" in told
+
+
+def test_other_k_at_load_time_are_measured_on_held_out_answers(speaker, tmp_path, command):
+    """Oracle: stock Transformers, which loads the export with that k; at k = E the dense model."""
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS)
+    done = command(*run.command())
+    curve = run.results()["own_answers_curve"]
+    points = {point["active_experts"]: point for point in curve["points"]}
+    assert list(points) == [1, 3, 6, 9, 12]
+    assert curve["active_experts"] == 3
+    exported = run.folder / "5_export"
+    for active in (1, 3, 12):
+        for name in ("alike", "others"):
+            file = run.folder / f"0_answers/{name}.jsonl"
+            kl, top1 = stock_closeness(speaker, exported, file, num_experts_per_tok=active)
+            measured = points[active][name]
+            assert measured["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-6)
+            assert measured["top1"] == pytest.approx(top1)
+    assert points[12]["others"]["kl"] < 1e-6
+    assert points[12]["others"]["top1"] == 1
+    said = " ".join(done.out.split())
+    for text in (said, (exported / "README.md").read_text()):
+        assert "by num_experts_per_tok at load time" in text
+        assert "100 % at 12 of 12." in text
+    assert "Held-out answers at several k" in (run.folder / "7_report/report.md").read_text()
+
+
+def test_a_format_that_fixes_k_has_no_curve(tiny_dense, tmp_path):
+    folder = shutil.copytree(tiny_dense("llama"), tmp_path / "speaker")
+    put_into(folder / "tokenizer_config.json", chat_template=CHATML)
+    options = OPTIONS | {"format": "mixtral"}
+    run = TinyRun("convert", folder, tmp_path / "run", options).made()
+    results = run.results()
+    assert results["own_answers"]
+    assert not results["own_answers_curve"]
+    assert "at several k" not in (run.folder / "7_report/report.md").read_text()
 
 
 @pytest.mark.parametrize("option", ["answer_tokens", "heldout_answers"])
@@ -82,6 +98,7 @@ def test_a_base_model_goes_on_from_nothing(tiny_dense, tmp_path):
     fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
     assert all(each.ids[0] == 0 and each.answer_start == 1 for each in fitted)
     assert not run.results()["own_answers"]
+    assert not run.results()["own_answers_curve"]
 
 
 def test_an_alignment_on_own_answers_has_as_many_tokens_as_it_reads(speaker, tmp_path):

@@ -18,7 +18,7 @@ class Command(NamedTuple):
 
 
 _TEXT = ("data", "eval-text", "seq-len")
-_SPLIT = ("active", "shared", "first-dense-layers")
+_SPLIT = ("active", "keep", "shared", "first-dense-layers")
 _START = ("recipe", "config")
 _MACHINE = ("dtype", "device")
 _OF_CONVERSIONS = (

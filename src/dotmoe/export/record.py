@@ -250,8 +250,11 @@ def _is_readable(path: Path) -> bool:
         return False
 
 
-def write_model_card(folder: Path, record: ExportRecord, *results: Table) -> None:
-    """Write `README.md`; call it again with results once the exported model has been evaluated."""
+def write_model_card(folder: Path, record: ExportRecord, *results: Table | str) -> None:
+    """Write `README.md`; call it again with results once the exported model has been evaluated.
+
+    Results are tables and sentences.
+    """
     gguf = record.details if "arch" in record.details else None
     kind = ["mixture-of-experts", "moe"] if record.num_experts else []
     base_model, relation = None, None
@@ -273,7 +276,9 @@ def write_model_card(folder: Path, record: ExportRecord, *results: Table) -> Non
         splits=[each | {"units": TARGETS[each["target"]].units_named} for each in splits],
         parameters=_figures("parameters", record.parameters),
         compared=_figures("comparison", record.verification_in_short()),
-        results="\n\n".join(map(to_markdown, results)),
+        results="\n\n".join(
+            to_markdown(each) if isinstance(each, Table) else each for each in results
+        ),
     )
     write_text(folder / CARD_FILE, text)
 

@@ -28,6 +28,11 @@ class ExpertsConfig:
     quarter)."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Number of experts that run per token (k), 1 to E. Give this or `active`."""
+    keep: Annotated[float | None, above(0), at_most(1)] = None
+    """Instead of `active`, how much to keep of a chat model: the share of the tokens of held-out
+    own answers at which the converted model has the dense model's most likely token, such as 0.9.
+    The smallest share of the experts that keeps so much, in eighths, is tried, chosen, converted
+    and measured."""
     shared: Annotated[float | None, at_least(0), at_most(1)] = None
     """Share of the FFN that runs for every token, as one shared expert. That share of the experts
     is taken from the active ones and merged; at least one active expert must remain. Default: half
@@ -51,6 +56,13 @@ class ExpertsConfig:
                 raise UserError(
                     f"{name} is {value:g} and {other} is {beside:g}, but each determines the "
                     "other. Give only one of the two."
+                )
+        for name in ("active", "active_experts"):
+            value = getattr(self, name)
+            if self.keep is not None and value is not None:
+                raise UserError(
+                    f"keep is {self.keep:g} and {name} is {value:g}, but keep chooses how many "
+                    "experts run. Give only one of the two."
                 )
         for name in ("heads_per_expert", "active_attention"):
             if self.targets == "ffn" and getattr(self, name) is not None:

@@ -37,6 +37,7 @@ from dotmoe.method.repair import repair_tokens
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import describe_dense, load_dense
 from dotmoe.models.on_disk import on_disk
+from dotmoe.pipeline import keep
 from dotmoe.pipeline.stages import Conversion, Run, fitting_the_device
 from dotmoe.rivals import baselines
 from dotmoe.rivals.baselines import Baseline, Baselines
@@ -65,32 +66,59 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             run = Run(config, progress)
             if run.start(work):
                 return run.conversion()
-            dense = load_dense(run.folder.model, config.load)
-            splits = raise_on_all_ranks(lambda: exportable_splits(config, dense))
-            wanted = config.calibration_tokens(dense.widths.model)
-            if config.repair:
-                wanted = max(wanted, repair_tokens(config.repairing, splits, dense.config))
-            aligned = config.align.steps * config.align.batch_size * config.data.seq_len
-            run.answer(dense, max(wanted, aligned))
-            run.tokenise(dense, wanted)
-            splits = _with_dense_layers(run, dense, splits)
-            states = None
-            if config.method == "dot_moe" or config.align.steps:
-                states = _align(run, dense, splits, _calibrate(run, dense, splits))
-            extracted = _extract(run, dense, splits, states)
-            layouts = tuple(each.layout for each in extracted)
-            steps = config.align.schedule(run.text.training.num_blocks).steps
-            metrics: dict[str, Any] = {"steps": steps}
-            if dense.weights == "shards":
-                dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
-            if config.repair:
-                metrics["repair"] = run.repair(dense, layouts)
-        if not run.is_rank_zero:
-            return run.conversion()
-        weights = run.trained("repair", dense) if config.repair else dense
-        run.export(dense, weights, layouts)
-        run.evaluate(dense, layouts, lambda: metrics | _measure_unexported(run, dense, extracted))
+            fitted = _fitted(run)
+        if run.is_rank_zero:
+            while not _is_finished(run, *fitted):  # with --keep, a larger share is next
+                fitted = _fitted(run)
         return run.conversion()
+
+
+def _fitted(run: Run) -> tuple[DenseModel, Baselines, dict[str, Any]]:
+    """Run the stages up to the repair: the dense model, the layouts, and metrics."""
+    config = run.config
+    dense = load_dense(run.folder.model, config.load)
+    splits = raise_on_all_ranks(lambda: exportable_splits(config, dense))
+    wanted = config.calibration_tokens(dense.widths.model)
+    if config.repair:
+        wanted = max(wanted, repair_tokens(config.repairing, splits, dense.config))
+    aligned = config.align.steps * config.align.batch_size * config.data.seq_len
+    run.answer(dense, max(wanted, aligned))
+    run.tokenise(dense, wanted)
+    at_share = keep.at_chosen_share(run, dense)
+    splits = exportable_splits(at_share, dense)
+    if at_share.experts.first_dense_layers is None:
+        splits = _with_dense_layers(run, dense, splits)
+    states = None
+    if config.method == "dot_moe" or config.align.steps:
+        states = _align(run, dense, splits, _calibrate(run, dense, splits))
+    extracted = _extract(run, dense, splits, states)
+    steps = config.align.schedule(run.text.training.num_blocks).steps
+    metrics: dict[str, Any] = {"steps": steps}
+    if dense.weights == "shards":
+        dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
+    if config.repair:
+        metrics["repair"] = run.repair(dense, tuple(each.layout for each in extracted))
+    return dense, extracted, metrics
+
+
+def _is_finished(
+    run: Run, dense: DenseModel, extracted: Baselines, metrics: dict[str, Any]
+) -> bool:
+    """Export and measure; False if the export keeps less than the run is asked to keep."""
+    layouts = tuple(each.layout for each in extracted)
+    weights = run.trained("repair", dense) if run.config.repair else dense
+    run.export(dense, weights, layouts)
+    try:
+        run.evaluate(
+            dense,
+            layouts,
+            lambda: metrics | _measure_unexported(run, dense, extracted),
+            judge=keep.judge_of(run, dense),
+        )
+    except keep.MissedError as missed:
+        keep.take_next(run, missed)
+        return False
+    return True
 
 
 def config_with_defaults(config: RunConfig) -> RunConfig:
@@ -98,11 +126,16 @@ def config_with_defaults(config: RunConfig) -> RunConfig:
     if config.method != "dot_moe":
         require_one_process(f"method {config.method}")
     dense = describe_dense(config.model)
+    keep.require_answers(config, dense)
     return with_defaults(config, dense, export_dtype(dense, config.export))
 
 
 def exportable_splits(config: RunConfig, dense: DenseModel) -> Splits:
-    """The splits of a conversion; refused if they do not suit the model or export."""
+    """The splits of a conversion; refused if they do not suit the model or export.
+
+    A run that is asked to keep an amount is checked with the default share.
+    """
+    config = replace(config, experts=replace(config.experts, keep=None))
     splits = splits_for(config.method, config, dense, export_dtype(dense, config.export))
     require_exportable(dense, splits, config.export)
     return splits
@@ -121,9 +154,7 @@ def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
 
 
 def _with_dense_layers(run: Run, dense: DenseModel, splits: Splits) -> Splits:
-    """The splits with the number of leading dense layers, measured if the config leaves it open."""
-    if run.config.experts.first_dense_layers is not None:
-        return splits
+    """The splits with the number of leading dense layers, measured on the text."""
 
     def make(folder: Path) -> dict[str, Any]:
         tokens_BT = run.text.training.drawn(OUTLIER_TOKENS)

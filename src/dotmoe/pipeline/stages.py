@@ -28,6 +28,7 @@ from dotmoe.common.tables import Table, in_bytes, shown_as_html, shown_as_text
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.export.write import export
 from dotmoe.measure.evaluate import perplexity
+from dotmoe.measure.evaluate.answers_at_k import curve_in_short, curve_on_own_answers
 from dotmoe.measure.evaluate.models import context_of
 from dotmoe.measure.evaluate.own_answers import (
     DenseStates,
@@ -311,10 +312,13 @@ class Run:
         layouts: Layouts,
         measure: Callable[[], dict[str, Any]],
         earlier: dict[str, Path] | None = None,
+        judge: Callable[[dict[str, Any]], dict[str, Any]] = lambda answered: {},
     ) -> None:
         """Measure perplexity of the dense model, the export, and `earlier` exports by name.
 
-        The results also have what `measure` returns and what the export's record contains. All are
+        The results also have what `measure` returns and what the export's record contains. `judge`
+        gets the export's closeness on held-out answers and adds to the results, or refuses it by an
+        exception: then the stage stays unfinished. All are
         measured in the same windows, which no context of theirs is shorter than. The dense model's
         weights are dropped from memory after `measure`, before an export is loaded.
         """
@@ -338,13 +342,19 @@ class Run:
             note = " ".join([text, *missing])
             table = replace(perplexity.perplexity_table(results), note=note)
             answered = self.on_own_answers(dense, exports, taught)
-            tables = [table]
+            judged = judge(answered.get("moe", {}))
+            curve = self._at_other_k(exported, taught, answered)
+            shown: list[Table | str] = [table]
             if answered:
-                tables.append(own_answers_table({"this model": answered["moe"]}))
-            write_model_card(exported, record, *tables)
+                shown.append(own_answers_table({"this model": answered["moe"]}))
+            if curve:
+                shown.append(curve_in_short(curve))
+            write_model_card(exported, record, *shown)
             return {
                 **results,
                 "own_answers": answered,
+                "own_answers_curve": curve,
+                **judged,
                 **more,
                 "text_notes": list(self.text.notes),
                 "granularity": to_record(splits_in(layouts)),
@@ -363,6 +373,15 @@ class Run:
         with self.progress.bar("held-out answers") as update:
             how = self.config.seed, update
             return on_own_answers(taught, dense.tokenizer, exports, self.own, *how)
+
+    def _at_other_k(
+        self, exported: Path, taught: dict[str, DenseStates], answered: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The export on held-out answers at other k; empty if there are none, or k is fixed."""
+        if not answered:
+            return {}
+        with self.progress.bar("held-out answers, other k") as update:
+            return curve_on_own_answers(taught, exported, self.own, answered["moe"], update)
 
     def write_results(self, measure: Callable[[], dict[str, Any]]) -> None:
         """Run the evaluate stage: write what `measure` returns, with config and provenance."""

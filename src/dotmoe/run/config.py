@@ -126,7 +126,7 @@ class PruneRunConfig(RunConfig):
     """
 
     command: ClassVar[str] = "compare"
-    needs: ClassVar[tuple[Need, ...]] = ()
+    needs: ClassVar[tuple[Need, ...]] = tables.PRUNE
 
     method: PruningName
 

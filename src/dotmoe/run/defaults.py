@@ -51,8 +51,11 @@ def experts_with_defaults(
 
     Half of the FFN runs. Where a format holds it without a shorter context, half of that is always
     on, and the number of leading dense layers stays open, to be measured on text; elsewhere both
-    are 0, as they are if attention is split. Values that are given stay as they are.
+    are 0, as they are if attention is split. Values that are given stay as they are. With `keep`
+    all of it stays open, to be chosen by what a share keeps.
     """
+    if experts.keep is not None:
+        return experts
     context = partial(_longest_context, dense=dense, name=name, dtype=dtype)
 
     def is_free(experts: ExpertsConfig, plain: ExpertsConfig) -> bool:

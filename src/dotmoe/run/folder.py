@@ -43,6 +43,7 @@ from dotmoe.models.source import at_revision
 STAGES = {
     "answers": "0_answers",
     "data": "0_data",
+    "share": "1_share",
     "dense_layers": "1_dense_layers",
     "calibrate": "1_calibrate",
     "align": "2_align",
@@ -236,6 +237,11 @@ class RunFolder:
 
         broadcast_from_rank_zero(record)
         return result
+
+    def reopen(self, name: str) -> None:
+        """Forget that a stage is finished: it is made again from the progress in its folder."""
+        stages = {stage: made for stage, made in self.manifest["stages"].items() if stage != name}
+        self._write({**self.manifest, "stages": stages})
 
     def _is_ready(self, name: str) -> bool:
         """Whether a stage is finished; if not, prepares its folder and removes later results."""

@@ -53,6 +53,16 @@ _OF_EXPERTS = (
 
 CONVERT = (
     Need(("lte_steps",), "--method lte", lambda run: run.method == "lte"),
+    Need(("keep",), "--method dot_moe", lambda run: run.method == "dot_moe"),
+    Need(("keep",), "--start data", lambda run: run.calibrate.start == "data"),
+    Need(("keep",), "--targets ffn", lambda run: run.experts.targets == "ffn"),
+    Need(
+        ("time",),
+        "--active",
+        lambda run: run.experts.keep is None,
+        "{option} is {value}, but --keep {config.experts.keep} tries several shares, whose time is "
+        "not known before. Give --active instead",
+    ),
     Need(
         ("split_router", "router_steps"),
         "a --method other than dot_moe",
@@ -84,7 +94,15 @@ CONVERT = (
 )
 """Of `dotmoe convert`."""
 
+_KEEPS_NOTHING = Need(
+    ("keep",),
+    "dotmoe convert",
+    lambda run: run.experts.keep is None,
+    "{option} is {value}, but only dotmoe convert measures what a share keeps. Give --active",
+)
+
 INSPECT = (
+    _KEEPS_NOTHING,
     *CONVERT,
     Need(
         ("train", "finetune_recipe", "finetune_steps"),
@@ -94,7 +112,11 @@ INSPECT = (
 )
 """Of `dotmoe inspect`."""
 
+PRUNE = (_KEEPS_NOTHING,)
+"""Of `dotmoe.prune`."""
+
 COMPARE = (
+    _KEEPS_NOTHING,
     Need(("lte_steps",), "lte among --methods", _compares("lte")),
     Need(("mask_steps",), "disp_llm among --methods", _compares("disp_llm")),
     Need(("start",), "dot_moe among --methods", _compares("dot_moe")),

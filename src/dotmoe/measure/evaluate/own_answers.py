@@ -24,6 +24,8 @@ from dotmoe.text.answers import ALIKE, ANSWERS, OTHERS, Answer, OwnAnswers
 from dotmoe.training.losses import head_of
 
 _TOKENS_AT_ONCE = 4096
+KINDS_SHOWN = {ALIKE: "prompts as fitted", OTHERS: "other prompts"}
+"""What tables call the two sets of held-out answers."""
 
 
 class _Sums(NamedTuple):
@@ -88,8 +90,8 @@ def measure_closeness(
     Returns:
         `kl`, the mean of KL(dense || other) over answer tokens in nats, and `kl_stderr` over
         answers; `answer_kls` and `answer_tokens` of each answer, to pair two models; `top1`, the
-        share of tokens with the same most likely one; `times_dense`, the ratio of perplexities of
-        the answers; numbers of `answers` and `tokens`.
+        share of tokens with the same most likely one, and `top1_stderr` over answers;
+        `times_dense`, the ratio of perplexities of the answers; numbers of `answers` and `tokens`.
     """
     of_answer = dict[int, _Sums]()
     for numbers in _batches(answers):
@@ -101,11 +103,13 @@ def measure_closeness(
     counts = [row.tokens for row in rows]
     total = sum(counts)
     means = [row.kl / row.tokens for row in rows]
+    shares = [row.same / row.tokens for row in rows]
     lost = sum(row.other_nats - row.dense_nats for row in rows)
     return {
         "kl": sum(row.kl for row in rows) / total,
         "kl_stderr": error_over(means, counts),
         "top1": sum(row.same for row in rows) / total,
+        "top1_stderr": error_over(shares, counts),
         "times_dense": math.exp(lost / total),
         "answers": len(rows),
         "tokens": total,
@@ -226,11 +230,15 @@ def on_own_answers(
     return results
 
 
+def worse_set(closeness: Mapping[str, Values]) -> Values:
+    """The closeness on that set of answers on which fewer top tokens are the dense model's."""
+    return min(closeness.values(), key=lambda values: float(values["top1"]))
+
+
 def own_answers_table(results: Mapping[str, Values]) -> Table:
     """Table of exports, by name, on held-out answers of the dense model; see `on_own_answers`."""
-    kinds = {ALIKE: "prompts as fitted", OTHERS: "other prompts"}
     rows = [
-        values | {"model": name, "kind": kinds[kind]}
+        values | {"model": name, "kind": KINDS_SHOWN[kind]}
         for name, each in results.items()
         for kind, values in each.items()
     ]

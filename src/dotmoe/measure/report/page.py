@@ -19,7 +19,9 @@ from dotmoe.common.tables import (
     whole_line,
     without_html,
 )
+from dotmoe.measure.evaluate.answers_at_k import curve_in_short
 from dotmoe.measure.evaluate.difference import times_perplexity
+from dotmoe.measure.evaluate.kept import kept_in_short
 from dotmoe.measure.evaluate.own_answers import own_answers_table
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.results import RunResults
@@ -102,6 +104,8 @@ def _shown(run: RunResults) -> dict[str, Any]:
     """Title, first screen and sections of a run."""
     results, counts = run.results, run.results["parameters"]
     sentence = in_short(results["moe"], results["dense"], counts)
+    if kept := results.get("keep"):
+        sentence += f" {kept_in_short(kept)}"
     first: Blocks = [sentence, overview(run.models, counts)]
     if run.own_answers:
         first.append(own_answers_table(run.own_answers))
@@ -143,7 +147,10 @@ def _what_next(results: RunResults) -> list[RenderableType]:
     count = len(notes_for_serving(results))
     notes = f" (with {count} notes for serving)" if count else ""
     lowered = [record.context_lowered] if record.context_lowered else []
+    curve = results.own_answers_curve
+    at_other_k = [curve_in_short(curve)] if curve else []
     return [
+        *(Text(each) for each in at_other_k),
         Text("The files hold all experts: what is saved is work, not disk or memory."),
         *(Text(each) for each in lowered),
         Text(""),

@@ -131,6 +131,12 @@ class RunResults:
         measured = self.results.get("own_answers", {})
         return {self.name if name == "moe" else name: each for name, each in measured.items()}
 
+    @property
+    def own_answers_curve(self) -> Values:
+        """The export on those answers at several k; empty if it was not measured."""
+        curve: Values = self.results.get("own_answers_curve", {})
+        return curve
+
     def named(self, result: Values) -> Values:
         """A measurement with its one or two models named as the report names them."""
         dense = dict.fromkeys((self.dense_model, self.dense_model.partition("@")[0]), "dense")

@@ -11,6 +11,7 @@ from dotmoe.common.files import Values
 from dotmoe.common.tables import Table, figure, in_bytes, millions, percent, table_of
 from dotmoe.measure.bench import table as bench_table
 from dotmoe.measure.evaluate import MEASUREMENTS
+from dotmoe.measure.evaluate.answers_at_k import curve_table_of_answers
 from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.evaluate.models import sides_of
 from dotmoe.measure.evaluate.perplexity import curve_table, perplexity_table, text_names
@@ -44,6 +45,11 @@ def _measurement(name: str) -> Section:
 
 def _tasks(run: RunResults, _: Values) -> Blocks:
     return [*shown_tasks(run.tasks)] if "model" in run.tasks else []
+
+
+def _answers_at_other_k(run: RunResults, _: Values) -> Blocks:
+    curve = run.own_answers_curve
+    return [curve_table_of_answers(curve)] if curve else []
 
 
 def _curve(run: RunResults, curve: Values) -> Blocks:
@@ -207,6 +213,7 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Perplexity", "results", _perplexity),
     ("Perplexity on other text", "perplexity", _measurement("perplexity")),
     ("Benchmark tasks", "", _tasks),
+    ("Answers at other numbers of active experts", "results", _answers_at_other_k),
     ("Other numbers of active experts", "curve", _curve),
     ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
     ("What the models write", "generation", _generation),
