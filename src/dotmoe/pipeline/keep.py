@@ -25,7 +25,7 @@ from dotmoe.export.write import export_dtype, require_exportable
 from dotmoe.measure.evaluate.kept import in_tenths, speed_in_words
 from dotmoe.measure.evaluate.own_answers import (
     DenseStates,
-    measure_closeness,
+    closeness_on,
     states_on,
     worse_set,
 )
@@ -194,10 +194,7 @@ def _tried(
         if run.config.repair:
             work.enter_context(_refitted(run, dense, layout, folder, update))
         work.enter_context(masked_by(dense, layout))
-        closeness = {
-            kind: measure_closeness(states, dense.model, getattr(run.own, kind), update)
-            for kind, states in taught.items()
-        }
+        closeness = closeness_on(taught, dense.model, run.own, update)
     return {
         "active_experts": active,
         "num_experts": _all_experts(split),

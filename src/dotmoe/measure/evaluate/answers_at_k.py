@@ -14,7 +14,7 @@ from dotmoe.measure.evaluate.difference import nats_with_error
 from dotmoe.measure.evaluate.own_answers import (
     KINDS_SHOWN,
     DenseStates,
-    measure_closeness,
+    closeness_on,
     worse_set,
 )
 from dotmoe.models.load import load_weights
@@ -53,10 +53,7 @@ def curve_on_own_answers(
         closeness = measured
         if active != record.active_experts:
             FORMATS[record.format].run_active_experts(model, layers, active)
-            closeness = {
-                kind: measure_closeness(states, model, getattr(own, kind))
-                for kind, states in taught.items()
-            }
+            closeness = closeness_on(taught, model, own)
         points.append(_point(record, active, closeness))
         on_progress(len(points), len(ks), f"k = {active}")
     return {
