@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dotmoe.common.errors import UserError
-from dotmoe.measure.evaluate.generation import continuations
+from dotmoe.measure.evaluate.generation import generated
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
 
@@ -26,22 +26,22 @@ def test_greedy_is_the_argmax_token_by_token_whatever_the_model_prefers(dense):
     model, tokenizer = dense.model, dense.tokenizer
     model.generation_config.repetition_penalty = 2.0
     model.generation_config.no_repeat_ngram_size = 1
-    made = continuations(model, tokenizer, PROMPTS, 12)
+    made = generated(model, tokenizer, PROMPTS, 12)
     assert made == [argmaxed(model, prompt, 12, tokenizer.eos_token_id) for prompt in PROMPTS]
 
 
 def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(dense):
     free = argmaxed(dense.model, PROMPTS[0], 8, None)
     dense.tokenizer.eos_token_id = free[3]
-    made = continuations(dense.model, dense.tokenizer, PROMPTS[:1], 8)
+    made = generated(dense.model, dense.tokenizer, PROMPTS[:1], 8)
     assert made == [free[: free.index(free[3])]]
 
 
 def test_samples_follow_the_tempered_softmax_and_repeat(dense):
     model, tokenizer, prompt = dense.model, dense.tokenizer, PROMPTS[0]
-    made = continuations(model, tokenizer, [prompt], 100, temperature=0.5)[0]
+    made = generated(model, tokenizer, [prompt], 100, temperature=0.5)[0]
     state = torch.get_rng_state()
-    assert continuations(model, tokenizer, [prompt], 100, temperature=0.5)[0] == made
+    assert generated(model, tokenizer, [prompt], 100, temperature=0.5)[0] == made
     assert torch.equal(torch.get_rng_state(), state)
     ids = torch.tensor([[*prompt, *made]])
     with torch.no_grad():
@@ -60,9 +60,7 @@ def test_a_chat_model_is_asked_by_its_template(copied, dense, command):
     (copied / "chat_template.jinja").write_text(template)
     said = command("evaluate", copied, **asked, json=[])
     prompt = dense.tokenizer("<user>Who?<assistant>", add_special_tokens=False).input_ids
-    expected = dense.tokenizer.batch_decode(
-        continuations(dense.model, dense.tokenizer, [prompt], 4)
-    )
+    expected = dense.tokenizer.batch_decode(generated(dense.model, dense.tokenizer, [prompt], 4))
     assert json.loads(said.out)["model"]["texts"] == expected
     plain = {"text": copied / "config.json", "chat_template": []}
     assert "is for --tasks or --generate" in command("evaluate", copied, **plain).refusal()
@@ -74,4 +72,4 @@ def test_a_chat_model_is_asked_by_its_template(copied, dense, command):
 )
 def test_a_prompt_that_is_empty_or_too_long_is_refused(new_tokens, prompt, words, dense):
     with pytest.raises(UserError, match=words):
-        continuations(dense.model, dense.tokenizer, [prompt], new_tokens)
+        generated(dense.model, dense.tokenizer, [prompt], new_tokens)

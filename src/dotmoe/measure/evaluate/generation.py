@@ -33,14 +33,14 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
         else:
             prompts = [tokenizer(prompt).input_ids for prompt in config.prompts]
         how = config.generate or 0, update, config.temperature
-        new = continuations(stock.model, tokenizer, prompts, *how)
+        new = generated(stock.model, tokenizer, prompts, *how)
         return {"prompts": list(config.prompts), "texts": tokenizer.batch_decode(new)}
 
     return by_side(config, progress, measured) | {"temperature": config.temperature}
 
 
 @torch.no_grad()
-def continuations(
+def generated(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
@@ -48,7 +48,7 @@ def continuations(
     on_progress: Update = no_update,
     temperature: float = 0.0,
 ) -> list[list[int]]:
-    """Token ids that continue each prompt, at most `new_tokens`, without EOS.
+    """Token ids by which Transformers continues each prompt, at most `new_tokens`, without EOS.
 
     Temperature 0 takes the most likely token; above it, each prompt is sampled with seed 0. The
     model's own generation settings (penalties, cut-offs) are ignored: two models are compared by
