@@ -40,3 +40,12 @@ def test_a_chat_longer_than_a_block_loses_its_end_and_one_alone_repeats():
     assert tokens_BT.tolist() == [list(range(1000, 1032))]
     tokens_BT, _ = whole_chats(chats(3), 8)
     assert tokens_BT.tolist() == [[1000, 1001, 1002, 1000, 1001, 1002, 1000, 1001]]
+
+
+def test_any_chat_of_a_block_may_begin_it():
+    given = chats(*[28, 4] * 100)  # a block of 32 tokens holds one of each
+    tokens_BT, _ = whole_chats(given, 32)
+    long_ones = {chat.ids[0] for chat in given if len(chat.ids) == 28}
+    first = sum(row[0] in long_ones for row in tokens_BT.tolist())
+    five_deviations = 5 * (100 * 0.5 * 0.5) ** 0.5
+    assert abs(first - 50) < five_deviations

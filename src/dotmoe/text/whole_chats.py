@@ -1,5 +1,6 @@
 """Blocks of whole chats: none is cut in two, and none is filled up with padding."""
 
+import random
 from collections.abc import Sequence
 from itertools import chain, repeat
 
@@ -18,9 +19,7 @@ def whole_chats(answers: Sequence[Answer], seq_len: int) -> tuple[Tensor, Tensor
     Returns:
         Token ids, int32, and whether each belongs to an answer, bool: both [B, seq_len].
     """
-    blocks = _filled(answers, seq_len)
-    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0)).tolist()
-    blocks = [blocks[place] for place in order]  # they came by length
+    blocks = _mixed(_filled(answers, seq_len))
     rows, marks = list[list[int]](), list[list[bool]]()
     for number, block in enumerate(blocks):
         ids, is_answer = list[int](), list[bool]()
@@ -48,3 +47,13 @@ def _filled(answers: Sequence[Answer], seq_len: int) -> list[list[Answer]]:
         blocks[place].append(answer)
         free[place] -= length
     return blocks
+
+
+def _mixed(blocks: list[list[Answer]]) -> list[list[Answer]]:
+    """The blocks in another order, and the chats of each, which came by length.
+
+    A chat is asked at the beginning of a context. Those at the beginning of a block must not all be
+    long ones, of which none ends soon.
+    """
+    drawn = random.Random(0)
+    return drawn.sample([drawn.sample(block, len(block)) for block in blocks], len(blocks))
