@@ -46,7 +46,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
 """What ends one row or measure and not the others; an interrupt or a full disk ends all."""
 LEFT_IN_FILES = {
-    *("per_question", "window_losses", "answer_kls", "answer_tokens"),  # of single ones
+    *("per_question", "window_losses"),  # of single ones
+    *("answer_kls", "answer_tokens", "answer_ends"),
     *("provenance", "identity", "name"),  # of each task, with paths of this machine
 }
 """Values that the results leave to the files of the measures."""

@@ -22,6 +22,7 @@ def quality(row: Any) -> dict[str, str | None]:
     others = measures.get("answers", {}).get("others")
     cells["top-1, %"] = others and f"{100 * others['top1']:.1f}"
     cells["answers that end, %"] = others and _ends(others)
+    cells["with penalty 1.1, %"] = others and _ends(others.get("with_penalty"))
     for name, heading in TEXTS.items():
         cells[heading] = _times_dense(row, name)
     for name, heading in TASKS.items():
@@ -50,8 +51,10 @@ def with_error(value: float, stderr: float | None, form: str) -> str:
     return f"{value:{form}}" if stderr is None else f"{value:{form}} ± {stderr:{form}}"
 
 
-def _ends(found: Mapping[str, Any]) -> str:
-    """Answers that end; the error is that of the difference to the dense model."""
+def _ends(found: Mapping[str, Any] | None) -> str | None:
+    """Answers that end; the error is that of the difference to the dense model's as it answered."""
+    if found is None:
+        return None
     error = found["more_unfinished_stderr"]
     return with_error(100 * found["ended"], None if error is None else 100 * error, ".0f")
 

@@ -7,6 +7,7 @@ import torch
 
 from dotmoe.common.errors import UserError
 from dotmoe.measure.evaluate.generation import generated
+from dotmoe.models.sampling import Sampling, continuations
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
 
@@ -28,6 +29,15 @@ def test_greedy_is_the_argmax_token_by_token_whatever_the_model_prefers(dense):
     model.generation_config.no_repeat_ngram_size = 1
     made = generated(model, tokenizer, PROMPTS, 12)
     assert made == [argmaxed(model, prompt, 12, tokenizer.eos_token_id) for prompt in PROMPTS]
+
+
+def test_a_penalty_on_repetition_is_the_same_as_of_tasks(dense):
+    model, tokenizer = dense.model, dense.tokenizer
+    ends = [tokenizer.eos_token_id]
+    how = Sampling(temperature=0.0, new_tokens=12, repetition_penalty=1.5)
+    side_by_side = [each.ids for each in sorted(continuations(model, PROMPTS, how, ends))]
+    assert generated(model, tokenizer, PROMPTS, 12, repetition_penalty=1.5) == side_by_side
+    assert generated(model, tokenizer, PROMPTS, 12) != side_by_side
 
 
 def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(dense):

@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from dotmoe.measure.evaluate import own_answers
-from dotmoe.measure.evaluate.own_answers import measure_closeness, share_that_ends, states_of
+from dotmoe.measure.evaluate.own_answers import (
+    ends_by_penalty,
+    measure_closeness,
+    share_that_ends,
+    states_of,
+)
 from dotmoe.text.answers import Answer
 
 
@@ -75,6 +80,38 @@ def test_a_model_that_ends_its_turn_at_once_answers_nothing(dense, monkeypatch):
     dense.tokenizer.eos_token_id = first
     found = share_that_ends(dense.model, dense.tokenizer, ANSWERS[:1], seed=0)
     assert (found["ended"], found["more_unfinished"], found["empty"]) == (0, 1, 1)
+
+
+def test_answers_are_tried_with_a_penalty_on_repetition(dense, monkeypatch):
+    greedy = replace(own_answers.ANSWERS, temperature=0.0, new_tokens=40)
+    monkeypatch.setattr(own_answers, "ANSWERS", greedy)
+    question = [answer(30, 10, 5)]
+    prompt = list(question[0].ids[:10])
+    free = stock_greedy(dense.model, prompt, 40)
+    ids = torch.tensor([prompt])
+    made = dense.model.generate(
+        ids, max_new_tokens=40, do_sample=False, eos_token_id=None, repetition_penalty=1.1
+    )
+    only_with_penalty = [token for token in made[0, 10:].tolist() if token not in free]
+    dense.tokenizer.eos_token_id = only_with_penalty[-1]
+    asked = dense.model, dense.tokenizer, question
+    assert share_that_ends(*asked, seed=0)["answer_ends"] == [0]
+    found = share_that_ends(*asked, seed=0, repetition_penalty=1.1)
+    assert (found["answer_ends"], found["repetition_penalty"]) == ([1], 1.1)
+
+
+def test_a_penalty_is_advised_where_it_ends_more_answers_than_chance_would():
+    def closeness(plain, penalised):
+        return {"alike": {"answer_ends": plain, "with_penalty": {"answer_ends": penalised}}}
+
+    gained = closeness([0] * 8 + [1] * 8, [1] * 16)
+    assert "50 % of its answers end, 100 % with repetition_penalty 1.1" in ends_by_penalty(gained)
+    assert ends_by_penalty(closeness([1] * 16, [1] * 16)) is None
+    assert ends_by_penalty(closeness([1] * 16, [0] * 16)) is None
+    # Three of 16, one less: a gain of 2 with an error of about 2.
+    assert ends_by_penalty(closeness([0] * 3 + [1] * 13, [1] * 15 + [0])) is None
+    assert ends_by_penalty({}) is None
+    assert ends_by_penalty({"alike": {"kl": 0.1}}) is None
 
 
 @torch.no_grad()

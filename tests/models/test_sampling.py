@@ -1,4 +1,4 @@
-"""Continuations side by side. Oracles: argmax token by token, softmax frequencies, stock models."""
+"""Continuations side by side. Oracles: argmax, softmax frequencies, Transformers' generate."""
 
 import pytest
 import torch
@@ -29,6 +29,35 @@ def test_rows_of_all_lengths_continue_as_each_does_alone(dense_of, family):
     alone = [argmaxed(model, prompt, 12, ()) for prompt in PROMPTS]
     greedy = Sampling(temperature=0.0, new_tokens=12, rows=3)
     assert by_number(continuations(model, PROMPTS, greedy, ())) == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_penalty_on_repetition_is_that_of_transformers(dense_of, family):
+    model = dense_of(family).model
+    free = {number: argmaxed(model, prompt, 12, ()) for number, prompt in enumerate(PROMPTS)}
+    expected = []
+    for prompt in PROMPTS:
+        made = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+            repetition_penalty=1.3,
+        )
+        expected.append(made[0, len(prompt) :].tolist())
+    how = Sampling(temperature=0.0, new_tokens=12, rows=3, repetition_penalty=1.3)
+    assert by_number(continuations(model, PROMPTS, how, ())) == expected
+    assert expected != [*free.values()], "the penalty must matter here"
+
+
+def test_a_penalty_follows_the_rows_that_stay(dense):
+    how = Sampling(temperature=0.0, new_tokens=12, repetition_penalty=1.3)
+    free = by_number(continuations(dense.model, PROMPTS, how, ()))
+    ends = {free[1][2], free[3][5]}
+    made = by_number(continuations(dense.model, PROMPTS, how, ends))
+    for ids, whole in zip(made, free, strict=True):
+        first_end = next((place for place, token in enumerate(whole) if token in ends), 11)
+        assert ids == whole[: first_end + 1]
 
 
 def test_a_row_that_ends_leaves_and_changes_no_other(dense):

@@ -68,7 +68,7 @@ class EvaluateConfig:
         Need(("task_data", "shots", "limit", "max_length"), "--tasks", lambda asked: asked.tasks),
         Need(("prompts", "temperature"), "--generate", lambda asked: asked.generate),
         Need(
-            ("chat_template",),
+            ("chat_template", "repetition_penalty"),
             "--tasks or --generate",
             lambda asked: asked.tasks or asked.generate,
         ),
@@ -120,6 +120,10 @@ class EvaluateConfig:
     """Continue prompts by up to this many tokens, side by side with the model of --against."""
     temperature: Annotated[float, at_least(0)] = 0.0
     """Temperature of --generate; 0: the most likely token at every step. Seed of samples: 0."""
+    repetition_penalty: Annotated[float, at_least(1.0)] = 1.0
+    """Divide the logits of tokens that are in the text already by this, as servers do by
+    `repetition_penalty` in `generation_config.json`: of --generate, and of answers to --tasks; 1:
+    none. The model's own settings are ignored, so that two models are compared by one."""
     prompts: tuple[str, ...] = ()
     """Prompts of --generate."""
     curve: Annotated[tuple[int, ...] | None, at_least(1)] = None

@@ -28,6 +28,9 @@ class Sampling:
     """0 takes the most likely token."""
     top_k: int = 40
     """Number of most likely tokens to draw from."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that a row has, its prompt included, are divided by this, negative ones
+    multiplied, as Transformers and vLLM do; 1 changes nothing."""
     new_tokens: int = 512
     """Longest continuation."""
     rows: int = 64
@@ -133,6 +136,16 @@ class _Growing:
         blank_B1 = torch.tensor(blanks, device=self._device)[:, None]
         self._is_read_BT = (place_T >= blank_B1).long()
         self._position_BT = (place_T - blank_B1).clamp_min(0)
+        self._has_BV = self._tokens_that_rows_have(prompts.values())
+
+    def _tokens_that_rows_have(self, prompts: Collection[Sequence[int]]) -> Tensor | None:
+        """Whether each row has each token of the vocabulary; None if nothing asks."""
+        if self._how.repetition_penalty == 1.0:
+            return None
+        has_BV = torch.zeros(len(prompts), int(self._base.config.vocab_size), dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            has_BV[row, torch.tensor(prompt)] = True
+        return has_BV.to(self._device)
 
     def step(self) -> list[int]:
         """Read the tokens at hand and draw the next one of each row."""
@@ -144,7 +157,10 @@ class _Growing:
             **{self._cache_name: self._cache},
         )
         hidden_BD = output.last_hidden_state[:, -1].contiguous()
-        chosen_B1 = self._drawn(self._readout.logits(self._head(hidden_BD)))[:, None]
+        logits_BV = self._penalised(self._readout.logits(self._head(hidden_BD)))
+        chosen_B1 = self._drawn(logits_BV)[:, None]
+        if self._has_BV is not None:
+            self._has_BV.scatter_(1, chosen_B1, True)
         self._tokens_BT = chosen_B1
         self._position_BT = self._position_BT[:, -1:] + 1
         self._is_read_BT = torch.cat([self._is_read_BT, torch.ones_like(chosen_B1)], dim=1)
@@ -158,7 +174,17 @@ class _Growing:
         self._tokens_BT = self._tokens_BT[place_B]
         self._position_BT = self._position_BT[place_B]
         self._is_read_BT = self._is_read_BT[place_B]
+        if self._has_BV is not None:
+            self._has_BV = self._has_BV[place_B]
         self.numbers = [self.numbers[place] for place in places]
+
+    def _penalised(self, logits_BV: Tensor) -> Tensor:
+        """Logits, lower for tokens that a row has."""
+        if self._has_BV is None:
+            return logits_BV
+        factor = self._how.repetition_penalty
+        lower_BV = torch.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
+        return torch.where(self._has_BV, lower_BV, logits_BV)
 
     def _drawn(self, logits_BV: Tensor) -> Tensor:
         """A token of each row: the largest of logit / temperature + Gumbel noise, of the top k."""

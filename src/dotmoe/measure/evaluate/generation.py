@@ -32,11 +32,22 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
             ]
         else:
             prompts = [tokenizer(prompt).input_ids for prompt in config.prompts]
-        how = config.generate or 0, update, config.temperature
-        new = generated(stock.model, tokenizer, prompts, *how)
+        new = generated(
+            stock.model,
+            tokenizer,
+            prompts,
+            config.generate or 0,
+            update,
+            temperature=config.temperature,
+            repetition_penalty=config.repetition_penalty,
+        )
         return {"prompts": list(config.prompts), "texts": tokenizer.batch_decode(new)}
 
-    return by_side(config, progress, measured) | {"temperature": config.temperature}
+    how = {
+        "temperature": config.temperature,
+        "repetition_penalty": config.repetition_penalty,
+    }
+    return by_side(config, progress, measured) | how
 
 
 @torch.no_grad()
@@ -46,7 +57,9 @@ def generated(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     on_progress: Update = no_update,
+    *,
     temperature: float = 0.0,
+    repetition_penalty: float = 1.0,
 ) -> list[list[int]]:
     """Token ids by which Transformers continues each prompt, at most `new_tokens`, without EOS.
 
@@ -63,7 +76,11 @@ def generated(
     end = tokenizer.eos_token_id
     sampled = {"temperature": temperature, "top_k": 0} if temperature else {}
     model.generation_config = GenerationConfig(
-        eos_token_id=end, pad_token_id=end, do_sample=temperature > 0, **sampled
+        eos_token_id=end,
+        pad_token_id=end,
+        do_sample=temperature > 0,
+        repetition_penalty=repetition_penalty,
+        **sampled,
     )
     continued = []
     for prompt in prompts:

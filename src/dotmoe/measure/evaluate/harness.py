@@ -173,10 +173,13 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         def _model_generate(
             self, context: Tensor, max_length: int, stop: list[str], **options: Any
         ) -> Tensor:
+            penalty = config.repetition_penalty
             if options.get("do_sample") or options.get("temperature"):
+                options["repetition_penalty"] = penalty
                 drawn: Tensor = super()._model_generate(context, max_length, stop, **options)
                 return drawn
-            return _continued(self, context, options["attention_mask"], max_length, stop)
+            is_read = options["attention_mask"]
+            return _continued(self, context, is_read, max_length, stop, penalty)
 
     if config.chat_template:
         Runner.max_gen_toks = min(CHAT_ANSWER, length // 2)
@@ -190,7 +193,12 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
 
 
 def _continued(
-    runner: Any, context_BT: Tensor, is_read_BT: Tensor, max_length: int, stops: list[str]
+    runner: Any,
+    context_BT: Tensor,
+    is_read_BT: Tensor,
+    max_length: int,
+    stops: list[str],
+    repetition_penalty: float,
 ) -> Tensor:
     """Contexts with the most likely continuation up to one of some texts, as `generate` gives it.
 
@@ -205,7 +213,12 @@ def _continued(
 
     rows = zip(context_BT.tolist(), is_read_BT.bool(), strict=True)
     prompts = [torch.tensor(row)[is_read.cpu()].tolist() for row, is_read in rows]
-    greedy = Sampling(temperature=0.0, new_tokens=max_length - width, rows=len(prompts))
+    greedy = Sampling(
+        temperature=0.0,
+        new_tokens=max_length - width,
+        rows=len(prompts),
+        repetition_penalty=repetition_penalty,
+    )
     filled_BT = context_BT.new_full((len(prompts), max_length), tokenizer.pad_token_id)
     filled_BT[:, :width] = context_BT
     ends = end_tokens(runner.model, tokenizer)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from dotmoe.text.answers import ALIKE, ANSWERS, OTHERS, Answer, OwnAnswers
 from dotmoe.training.losses import head_of
 
 _TOKENS_AT_ONCE = 4096
+PENALTY = 1.1
+"""Penalty on repetition with which answers are tried too; as the makers of Qwen2.5 advise."""
 KINDS_SHOWN = {ALIKE: "prompts as fitted", OTHERS: "other prompts"}
 """What tables call the two sets of held-out answers."""
 
@@ -165,6 +168,7 @@ def share_that_ends(
     answers: Sequence[Answer],
     seed: int,
     on_progress: Update = no_update,
+    repetition_penalty: float = 1.0,
 ) -> Values:
     """Share of the questions that a model answers to an end, by the draws of the dense model.
 
@@ -172,13 +176,15 @@ def share_that_ends(
 
     Returns `ended`, and `dense_ended`, the share of the dense model's `answers`; their difference
     `more_unfinished` with its standard error `more_unfinished_stderr` over questions; `empty`, the
-    share of answers without text; and the longest answer, `new_tokens`.
+    share of answers without text; `answer_ends` of each answer, 1 or 0; the longest answer,
+    `new_tokens`; and the `repetition_penalty`, which the dense model's answers do not have.
     """
     prompts = [answer.ids[: answer.answer_start] for answer in answers]
-    ends, done, empty = end_tokens(model, tokenizer), dict[int, bool](), 0
-    for made in continuations(model, prompts, ANSWERS, ends, seed=seed):
+    ends, done, empty = end_tokens(model, tokenizer), dict[int, int](), 0
+    how = replace(ANSWERS, repetition_penalty=repetition_penalty)
+    for made in continuations(model, prompts, how, ends, seed=seed):
         says_something = _says_something(tokenizer, made.ids, ends)
-        done[made.number] = made.finished and says_something
+        done[made.number] = int(made.finished and says_something)
         empty += not says_something
         on_progress(len(done), len(prompts))
     number = len(answers)
@@ -186,14 +192,17 @@ def share_that_ends(
         answer.finished and _says_something(tokenizer, answer.ids[answer.answer_start :], ends)
         for answer in answers
     ]
-    lost = [int(before) - int(done[place]) for place, before in enumerate(by_dense)]
+    answer_ends = [done[place] for place in range(number)]
+    lost = [int(before) - after for before, after in zip(by_dense, answer_ends, strict=True)]
     return {
-        "ended": sum(done.values()) / number,
+        "ended": sum(answer_ends) / number,
+        "answer_ends": answer_ends,
         "dense_ended": sum(by_dense) / number,
         "empty": empty / number,
         "more_unfinished": sum(lost) / number,
         "more_unfinished_stderr": error_over(lost, [1] * number),
-        "new_tokens": ANSWERS.new_tokens,
+        "new_tokens": how.new_tokens,
+        "repetition_penalty": repetition_penalty,
     }
 
 
@@ -214,8 +223,8 @@ def on_own_answers(
     """`measure_closeness` of each export, by its name, on the sets of held-out answers.
 
     `taught` are the dense model's states on these, its weights need not be in memory. The last
-    export also answers the questions itself: see `share_that_ends`. `seed` is that of the dense
-    model's answers.
+    export also answers the questions itself: see `share_that_ends`, and again with a penalty on
+    repetition, in `with_penalty`. `seed` is that of the dense model's answers.
     """
     known_TD = next(iter(taught.values())).hidden[0]
     results = dict[str, Values]()
@@ -224,8 +233,9 @@ def on_own_answers(
         results[name] = closeness_on(taught, model, own, on_progress)
         if name == list(exports)[-1]:
             for kind in taught:
-                how = getattr(own, kind), seed, on_progress
-                results[name][kind] |= share_that_ends(model, tokenizer, *how)
+                asked = model, tokenizer, getattr(own, kind), seed, on_progress
+                results[name][kind] |= share_that_ends(*asked)
+                results[name][kind]["with_penalty"] = share_that_ends(*asked, PENALTY)
         del model  # free it before the next one is loaded
     return results
 
@@ -251,10 +261,13 @@ def own_answers_table(results: Mapping[str, Values]) -> Table:
             "same top token": lambda row: percent(row["top1"]),
             "times dense": lambda row: f"{row['times_dense']:.3f}",
             "answers that end": _shown_ends,
+            f"penalty {PENALTY:g}": _shown_ends_with_penalty,
         },
         title="On answers that the dense model wrote itself",
         note="KL(dense || model) in nats per answer token. Answers that end: with some "
-        f"text, within {ANSWERS.new_tokens} tokens, and of the dense model.",
+        f"text, within {ANSWERS.new_tokens} tokens, and of the dense model. Penalty: with "
+        f"repetition_penalty {PENALTY:g}, which servers read from "
+        "generation_config.json.",
     )
 
 
@@ -262,3 +275,26 @@ def _shown_ends(row: Values) -> str | None:
     if "ended" not in row:
         return None
     return f"{percent(row['ended'])} of {percent(row['dense_ended'])}"
+
+
+def _shown_ends_with_penalty(row: Values) -> str | None:
+    return percent(row["with_penalty"]["ended"]) if "with_penalty" in row else None
+
+
+def ends_by_penalty(closeness: Mapping[str, Values]) -> str | None:
+    """A sentence, if more answers end with a penalty on repetition: by more than two errors."""
+    plain, penalised = list[int](), list[int]()
+    for values in closeness.values():
+        if "with_penalty" not in values:
+            return None
+        plain += values["answer_ends"]
+        penalised += values["with_penalty"]["answer_ends"]
+    number = len(plain)
+    gained = [after - before for before, after in zip(plain, penalised, strict=True)]
+    error = error_over(gained, [1] * number)
+    if error is None or sum(gained) / number <= 2 * error:
+        return None
+    return (
+        f"{percent(sum(plain) / number)} of its answers end, {percent(sum(penalised) / number)} "
+        f"with repetition_penalty {PENALTY:g} (in generation_config.json)."
+    )

@@ -172,12 +172,14 @@ def _asked(
 def _settings(config: EvaluateConfig) -> Values:
     """What results of all tasks depend on besides model, shots and data."""
     dtype = resolved_dtype(config.load.dtype, resolved_device(config.load.device))
+    penalty = config.repetition_penalty
     return {
         "harness": harness.require_harness(),
         "dtype": str(dtype).removeprefix("torch."),
         "limit": config.limit,
         "chat_template": config.chat_template or None,  # as in results from before the option
         "chat_answer": harness.CHAT_ANSWER if config.chat_template else None,
+        "repetition_penalty": None if penalty == 1.0 else penalty,  # as before the option
         "data": "hub",
     }
 

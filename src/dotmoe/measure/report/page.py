@@ -22,7 +22,7 @@ from dotmoe.common.tables import (
 from dotmoe.measure.evaluate.answers_at_k import curve_in_short
 from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.evaluate.kept import kept_in_short
-from dotmoe.measure.evaluate.own_answers import own_answers_table
+from dotmoe.measure.evaluate.own_answers import ends_by_penalty, own_answers_table
 from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.results import RunResults
 from dotmoe.measure.report.sections import Blocks, in_short, notes_for_serving, overview, sections
@@ -149,8 +149,10 @@ def _what_next(results: RunResults) -> list[RenderableType]:
     lowered = [record.context_lowered] if record.context_lowered else []
     curve = results.own_answers_curve
     at_other_k = [curve_in_short(curve)] if curve else []
+    penalty = ends_by_penalty(results.own_answers.get(results.name, {}))
+    looping = [penalty] if penalty else []
     return [
-        *(Text(each) for each in at_other_k),
+        *(Text(each) for each in (*at_other_k, *looping)),
         Text("The files hold all experts: what is saved is work, not disk or memory."),
         *(Text(each) for each in lowered),
         Text(""),
