@@ -17,14 +17,8 @@ from dotmoe.common.files import Values, read_json, remove
 from dotmoe.common.progress import Progress
 from dotmoe.export.llama_cpp import is_installed
 from dotmoe.measure.evaluate.difference import difference, error_over, score_difference
-from dotmoe.measure.evaluate.models import loaded, model_folder, sides_of
-from dotmoe.measure.evaluate.own_answers import (
-    PENALTY,
-    DenseStates,
-    on_own_answers,
-    share_that_ends,
-    states_on,
-)
+from dotmoe.measure.evaluate.models import model_folder, sides_of
+from dotmoe.measure.evaluate.own_answers import DenseStates, on_own_answers, states_on
 from dotmoe.measure.evaluate.tasks import main_scores
 from dotmoe.models.chat import has_chats
 from dotmoe.models.config import LoadConfig
@@ -126,27 +120,34 @@ def answers(it: Subject) -> Values:
     own, taught = _taught(it)
     if it.is_dense:
         sets = {ALIKE: own.alike, OTHERS: own.others}
-        measured = {name: _of_dense(it, each) for name, each in sets.items() if each}
+        measured = {
+            name: _of_dense(each, getattr(own, f"{name}_penalised"))
+            for name, each in sets.items()
+            if each
+        }
         return {**measured, "source": "by definition; the answers themselves"}
     exports = {"moe": model_folder(str(it.place))}
     return {**on_own_answers(taught, it.dense.tokenizer, exports, own, seed=0)["moe"]}
 
 
-def _of_dense(it: Subject, answers: Sequence[Answer]) -> Values:
-    """What holds of the dense model's own answers, and which of them end with a penalty."""
-    stock = loaded(model_folder(it.model), LoadConfig(dtype=it.dtype))  # type: ignore[arg-type]
-    asked = stock.model, it.dense.tokenizer, answers
+def _of_dense(answers: Sequence[Answer], penalised: Sequence[Answer]) -> Values:
+    """What holds of the dense model's own answers, and which of them end."""
+    as_dense = {"more_unfinished": 0.0, "more_unfinished_stderr": 0.0}
     return {
         "kl": 0.0,
         "kl_stderr": 0.0,
         "top1": 1.0,
         "times_dense": 1.0,
         "answers": len(answers),
-        "ended": sum(answer.finished for answer in answers) / len(answers),
-        "more_unfinished": 0.0,
-        "more_unfinished_stderr": 0.0,
-        "with_penalty": share_that_ends(*asked, seed=0, repetition_penalty=PENALTY),
+        "ended": _share_finished(answers),
+        **as_dense,
+        "with_penalty": {"ended": _share_finished(penalised), **as_dense},
     }
+
+
+def _share_finished(answers: Sequence[Answer]) -> float:
+    """Share of the answers that end by themselves."""
+    return sum(answer.finished for answer in answers) / len(answers)
 
 
 def _taught(it: Subject) -> tuple[OwnAnswers, dict[str, DenseStates]]:

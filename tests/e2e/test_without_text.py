@@ -231,9 +231,8 @@ def test_a_plan_says_what_a_chat_model_writes(speaker, tmp_path, command, monkey
     assert kinds["answers to fit to"]["texts"] == len(fitted)
     whole = run.folder / "0_answers/fitted.jsonl"
     assert kinds["answers to fit to"]["tokens"] == pytest.approx(generated(whole), rel=0.1)
-    measured = sum(
-        generated(run.folder / f"0_answers/{name}.jsonl") for name in ("alike", "others")
-    )
+    held_out = ("alike", "others", "alike_penalised", "others_penalised")
+    measured = sum(generated(run.folder / f"0_answers/{name}.jsonl") for name in held_out)
     assert kinds["held-out answers"]["tokens"] == pytest.approx(measured, rel=0.1)
 
 

@@ -13,7 +13,7 @@ from dotmoe.measure.evaluate.own_answers import (
     share_that_ends,
     states_of,
 )
-from dotmoe.text.answers import Answer
+from dotmoe.text.answers import Answer, OwnAnswers
 
 
 def answer(length, start, seed):
@@ -98,6 +98,24 @@ def test_answers_are_tried_with_a_penalty_on_repetition(dense, monkeypatch):
     assert share_that_ends(*asked, seed=0)["answer_ends"] == [0]
     found = share_that_ends(*asked, seed=0, repetition_penalty=1.1)
     assert (found["answer_ends"], found["repetition_penalty"]) == ([1], 1.1)
+
+
+def test_with_a_penalty_each_model_is_beside_the_dense_one_with_it(dense, monkeypatch, tmp_path):
+    greedy = replace(own_answers.ANSWERS, temperature=0.0, new_tokens=40)
+    monkeypatch.setattr(own_answers, "ANSWERS", greedy)
+    plain, penalised = answer(30, 10, 5), replace(answer(30, 10, 5), finished=False)
+    own = OwnAnswers(alike=(plain,), alike_penalised=(penalised,))
+    taught = own_answers.states_on(dense, own)
+    found = own_answers.on_own_answers(taught, dense.tokenizer, {"moe": dense.folder}, own, seed=0)[
+        "moe"
+    ]["alike"]
+    assert (found["dense_ended"], found["with_penalty"]["dense_ended"]) == (1, 0)
+    assert found["with_penalty"]["repetition_penalty"] == 1.1
+    without = replace(own, alike_penalised=())  # a run of an earlier version
+    (values,) = own_answers.on_own_answers(
+        taught, dense.tokenizer, {"moe": dense.folder}, without, seed=0
+    )["moe"].values()
+    assert "with_penalty" not in values
 
 
 def test_a_penalty_is_advised_where_it_ends_more_answers_than_chance_would():

@@ -9,7 +9,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from importlib.resources import files
 from itertools import count
@@ -34,12 +34,15 @@ HELD_OUT = 8
 """One prompt in so many is held out: its answers are measured on and never fitted."""
 ANSWERS = Sampling()
 """How a model answers: as its makers advise for most."""
+PENALTY = 1.1
+"""Penalty on repetition with which held-out questions are answered too, for a damaged model repeats
+itself; as the makers of Qwen2.5 advise."""
 TURNS = Sampling(temperature=1.0, top_k=100, new_tokens=96)
 """How a model writes the user's turns: with more variety than its answers, and shorter."""
 FREE = Sampling(temperature=1.0, top_k=1_000)
 """How a base model writes from nothing."""
-FITTED, ALIKE, OTHERS = "fitted", "alike", "others"
-"""Answers to fit to; held-out ones to prompts of the same kinds; and of kinds that no fit reads."""
+ALIKE, OTHERS = "alike", "others"
+"""Held-out answers to prompts of the kinds that a fit reads; and of kinds that no fit reads."""
 AT_ONCE = 128
 """Questions that are answered before the tokens are counted."""
 _SHORTEST_TURN = 4  # tokens
@@ -272,19 +275,23 @@ class OwnAnswers:
     """Held out: answers to prompts of the kinds that a fit reads."""
     others: tuple[Answer, ...] = ()
     """Held out: answers to prompts of kinds that no fit reads."""
+    alike_penalised: tuple[Answer, ...] = ()
+    """Answers to the prompts of `alike`, written with a penalty on repetition: `PENALTY`."""
+    others_penalised: tuple[Answer, ...] = ()
+    """The same to those of `others`."""
 
     @classmethod
     def load(cls, folder: Path) -> "OwnAnswers":
         """Read what `OwnAnswers.save` wrote."""
         sets = {}
-        for name in (FITTED, ALIKE, OTHERS):
+        for name in (each.name for each in fields(cls)):
             path = folder / f"{name}.jsonl"
             sets[name] = tuple(read_answers(path)) if path.is_file() else ()
         return cls(**sets)
 
     def save(self, folder: Path) -> None:
         """Write a file for each set that is not empty."""
-        for name in (FITTED, ALIKE, OTHERS):
+        for name in (each.name for each in fields(self)):
             if answers := getattr(self, name):
                 save_answers(answers, folder / f"{name}.jsonl")
 
@@ -302,17 +309,25 @@ class Answering:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         self._cache = cache / "dotmoe" / "answers"
 
-    def answers(self, questions: Sequence[Question], seed: int, title: str) -> list[Answer]:
+    def answers(
+        self,
+        questions: Sequence[Question],
+        seed: int,
+        title: str,
+        *,
+        repetition_penalty: float = 1.0,
+    ) -> list[Answer]:
         """Answers to questions."""
+        how = replace(ANSWERS, repetition_penalty=repetition_penalty)
 
         def write(path: Path) -> list[Answer]:
             with self._progress.bar(title) as update:
                 return write_answers(
-                    self._dense, questions, path, ANSWERS, seed=seed, on_progress=update
+                    self._dense, questions, path, how, seed=seed, on_progress=update
                 )
 
         asked_for = [question.messages for question in questions]
-        return self._cached((seed, asked_for, asdict(ANSWERS)), write, read_answers)
+        return self._cached((seed, asked_for, asdict(how)), write, read_answers)
 
     def continuations(self, number: int, seed: int, title: str) -> list[Answer]:
         """Texts of a base model."""
@@ -434,11 +449,17 @@ def own_answers(
         return OwnAnswers(fitted=tuple(fitted))
     held_out = [each for each in (questions or own_prompts("asked")) if each.is_held_out]
     alike, others = _some(held_out, heldout), _some(own_prompts("heldout"), heldout)
-    return OwnAnswers(
-        fitted=tuple(fitted),
-        alike=tuple(answering.answers(alike, seed, "held-out answers")),
-        others=tuple(answering.answers(others, seed, "held-out answers")),
-    )
+    asked = {ALIKE: alike, OTHERS: others}
+    plain = {
+        name: tuple(answering.answers(each, seed, "held-out answers"))
+        for name, each in asked.items()
+    }
+    title = f"held-out answers, repetition penalty {PENALTY:g}"
+    penalised = {
+        f"{name}_penalised": tuple(answering.answers(each, seed, title, repetition_penalty=PENALTY))
+        for name, each in asked.items()
+    }
+    return OwnAnswers(fitted=tuple(fitted), **plain, **penalised)
 
 
 def _some(questions: Sequence[Question], number: int) -> list[Question]:

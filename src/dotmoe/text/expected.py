@@ -52,7 +52,8 @@ def expected_writing(
         tokens = how.answer_tokens or tokens
         made += _chats(data, tokens) if is_chat else [_from_nothing(tokens)]
     if is_chat and how.heldout_answers:
-        made.append(_answers("held-out answers", 2 * how.heldout_answers))
+        twice = 2 * 2 * how.heldout_answers  # of two kinds, without and with a penalty
+        made.append(_answers("held-out answers", twice))
     return tuple(made)
 
 

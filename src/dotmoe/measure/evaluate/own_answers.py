@@ -21,12 +21,10 @@ from dotmoe.models.load import load_weights
 from dotmoe.models.sampling import continuations
 from dotmoe.models.scoring import hidden_states, logits_in_parts
 from dotmoe.models.traits import Readout
-from dotmoe.text.answers import ALIKE, ANSWERS, OTHERS, Answer, OwnAnswers
+from dotmoe.text.answers import ALIKE, ANSWERS, OTHERS, PENALTY, Answer, OwnAnswers
 from dotmoe.training.losses import head_of
 
 _TOKENS_AT_ONCE = 4096
-PENALTY = 1.1
-"""Penalty on repetition with which answers are tried too; as the makers of Qwen2.5 advise."""
 KINDS_SHOWN = {ALIKE: "prompts as fitted", OTHERS: "other prompts"}
 """What tables call the two sets of held-out answers."""
 
@@ -177,7 +175,7 @@ def share_that_ends(
     Returns `ended`, and `dense_ended`, the share of the dense model's `answers`; their difference
     `more_unfinished` with its standard error `more_unfinished_stderr` over questions; `empty`, the
     share of answers without text; `answer_ends` of each answer, 1 or 0; the longest answer,
-    `new_tokens`; and the `repetition_penalty`, which the dense model's answers do not have.
+    `new_tokens`; and the `repetition_penalty`, which must be that of the dense model's answers.
     """
     prompts = [answer.ids[: answer.answer_start] for answer in answers]
     ends, done, empty = end_tokens(model, tokenizer), dict[int, int](), 0
@@ -223,8 +221,8 @@ def on_own_answers(
     """`measure_closeness` of each export, by its name, on the sets of held-out answers.
 
     `taught` are the dense model's states on these, its weights need not be in memory. The last
-    export also answers the questions itself: see `share_that_ends`, and again with a penalty on
-    repetition, in `with_penalty`. `seed` is that of the dense model's answers.
+    export also answers the questions itself (see `share_that_ends`), and again with a penalty on
+    repetition, as the dense model did, in `with_penalty`. `seed` is that of the dense answers.
     """
     known_TD = next(iter(taught.values())).hidden[0]
     results = dict[str, Values]()
@@ -233,11 +231,20 @@ def on_own_answers(
         results[name] = closeness_on(taught, model, own, on_progress)
         if name == list(exports)[-1]:
             for kind in taught:
-                asked = model, tokenizer, getattr(own, kind), seed, on_progress
-                results[name][kind] |= share_that_ends(*asked)
-                results[name][kind]["with_penalty"] = share_that_ends(*asked, PENALTY)
+                results[name][kind] |= _ends(model, tokenizer, own, kind, seed, on_progress)
         del model  # free it before the next one is loaded
     return results
+
+
+def _ends(
+    model: Any, tokenizer: Any, own: OwnAnswers, kind: str, seed: int, on_progress: Update
+) -> Values:
+    """Which answers to one set of questions end; and with a penalty, if the dense model tried."""
+    ends = share_that_ends(model, tokenizer, getattr(own, kind), seed, on_progress)
+    if penalised := getattr(own, f"{kind}_penalised"):
+        asked = model, tokenizer, penalised, seed, on_progress
+        ends["with_penalty"] = share_that_ends(*asked, repetition_penalty=PENALTY)
+    return ends
 
 
 def worse_set(closeness: Mapping[str, Values]) -> Values:
@@ -261,12 +268,12 @@ def own_answers_table(results: Mapping[str, Values]) -> Table:
             "same top token": lambda row: percent(row["top1"]),
             "times dense": lambda row: f"{row['times_dense']:.3f}",
             "answers that end": _shown_ends,
-            f"penalty {PENALTY:g}": _shown_ends_with_penalty,
+            f"with penalty {PENALTY:g}": _shown_ends_with_penalty,
         },
         title="On answers that the dense model wrote itself",
         note="KL(dense || model) in nats per answer token. Answers that end: with some "
-        f"text, within {ANSWERS.new_tokens} tokens, and of the dense model. Penalty: with "
-        f"repetition_penalty {PENALTY:g}, which servers read from "
+        f"text, within {ANSWERS.new_tokens} tokens, and of the dense model. Penalty: "
+        f"both with repetition_penalty {PENALTY:g}, which servers read from "
         "generation_config.json.",
     )
 
@@ -278,7 +285,7 @@ def _shown_ends(row: Values) -> str | None:
 
 
 def _shown_ends_with_penalty(row: Values) -> str | None:
-    return percent(row["with_penalty"]["ended"]) if "with_penalty" in row else None
+    return _shown_ends(row["with_penalty"]) if "with_penalty" in row else None
 
 
 def ends_by_penalty(closeness: Mapping[str, Values]) -> str | None:

@@ -14,6 +14,7 @@ from dotmoe.measure.evaluate import MEASUREMENTS
 from dotmoe.measure.evaluate.answers_at_k import curve_table_of_answers
 from dotmoe.measure.evaluate.difference import times_perplexity
 from dotmoe.measure.evaluate.models import sides_of
+from dotmoe.measure.evaluate.own_answers import ends_by_penalty
 from dotmoe.measure.evaluate.perplexity import curve_table, perplexity_table, text_names
 from dotmoe.measure.evaluate.task_tables import shown_tasks
 from dotmoe.measure.inspection.tables import counts_table, in_words
@@ -84,6 +85,8 @@ def _size(run: RunResults, results: Values) -> Blocks:
 def _serve(run: RunResults, _: Values) -> Blocks:
     export, notes = run.export, notes_for_serving(run)
     blocks: Blocks = [f"Format {export.format} runs in {', '.join(export.servers)}.", *notes]
+    if loops := ends_by_penalty(run.own_answers.get(run.name, {})):
+        blocks.append(loops)
     if left_out := len(export.notes) - len(notes):
         blocks.append(
             Block(
