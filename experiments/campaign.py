@@ -460,8 +460,7 @@ def main() -> None:
     require_clean_commit(settings)
     campaign = Campaign(settings)
     lines, expected = campaign.expected()
-    is_answered = any(campaign.is_made(row) for row in campaign.rows if row.by == "convert")
-    answers = 0.0 if is_answered else expected.answers
+    answers = expected.answers(campaign.rows, [r for r in campaign.rows if campaign.is_made(r)])
     say(shown_as_text([table(lines, answers, expected.rates), *campaign.said_of_missing()]))
     if settings.plan:
         return

@@ -7,7 +7,7 @@ for the others, and a finished one takes nothing.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from statistics import median
@@ -36,6 +36,8 @@ PRUNING_PASSES = 4
 """SparseGPT in forward passes over its text, about: two of them, and its products of inputs."""
 SPEED_HOURS = 0.1
 """Hours of a measure of speed, assumed."""
+_HELDOUT_SETS = 4
+"""Sets of held-out answers: of two kinds, without and with a penalty on repetition."""
 PROBE_ROWS, PROBE_TOKENS, PROBE_WRITTEN = 4, 512, 12
 
 
@@ -88,14 +90,16 @@ class Expected:
         self._here = measured_here(torch.device("cpu"), dtype)
         self._inspected = cache(self._inspect)
 
-    @property
-    def answers(self) -> float:
-        """Hours in which the dense model writes the text of all rows, once."""
-        amounts = self.plan.amounts
-        fitted = sum(amounts.fitted_tokens(self.plan.width, self.plan.ffn))
-        finetuned = max(amounts.finetune_tokens, *self.plan.model.finetuned_tokens, 0)
-        heldout = 2 * amounts.heldout_answers * ANSWER_TOKENS
-        return (fitted + finetuned + heldout) / self.rates.written / 3_600
+    def answers(self, rows: Iterable[Row], made: Collection[Row] = ()) -> float:
+        """Hours in which the dense model writes the text of rows, each once for all of them."""
+        amounts, left = self.plan.amounts, [row for row in rows if row not in made]
+        tokens = 0
+        if left and not any(row.by == "convert" for row in made):
+            tokens += sum(amounts.fitted_tokens(self.plan.width, self.plan.ffn))
+            tokens += _HELDOUT_SETS * amounts.heldout_answers * ANSWER_TOKENS
+        if not any(row.by == "finetune" for row in made):
+            tokens += max((_tokens(row) for row in left if row.by == "finetune"), default=0)
+        return tokens / self.rates.written / 3_600
 
     def row(self, row: Row) -> float:
         """Hours to make a row, without what it is made of."""
@@ -122,8 +126,7 @@ class Expected:
         plan = self._inspected(tuple(sorted(source.items())))
         (how,) = (p for p in plan["plans"] if p["task"] == "finetune" and p["gpu"] == "this CPU")
         best = how["recommended"] or how["choices"][-1]
-        tokens = options["steps"] * options["batch_size"] * options["seq_len"]
-        return float(tokens / best["tokens_per_s"] / 3_600)
+        return float(_tokens(row) / best["tokens_per_s"] / 3_600)
 
     def _export(self, row: Row) -> float:
         """Hours of another export of the run that a row is made of."""
@@ -145,7 +148,7 @@ class Expected:
         """Hours of a measure of one row, by the rates of the dense model."""
         how: Amounts = self.plan.amounts
         written = {
-            "answers": 2 * how.heldout_answers * ANSWER_TOKENS,
+            "answers": _HELDOUT_SETS * how.heldout_answers * ANSWER_TOKENS,
             "gsm8k": how.questions * ANSWER_TOKENS,
             "humaneval": min(how.questions, HUMANEVAL_QUESTIONS) * ANSWER_TOKENS,
         }
@@ -156,6 +159,12 @@ class Expected:
         if name in read:
             return read[name] / self.rates.read / 3_600
         return SPEED_HOURS if name in ("llama_cpp", "vllm") else 0.0
+
+
+def _tokens(row: Row) -> int:
+    """Tokens that a finetuning reads."""
+    tokens: int = row.options["steps"] * row.options["batch_size"] * row.options["seq_len"]
+    return tokens
 
 
 class Line(NamedTuple):

@@ -118,7 +118,11 @@ def test_the_plan_has_each_row_with_each_measure_that_can_be_made(subject, monke
     assert [line.name for line in lines] == [row.name for row in made.all_rows if row.by_default]
     possible = {"cost", "size", "answers", "python", "tasks", "gsm8k", "humaneval"}
     assert all(line.measures.keys() == possible for line in lines)
-    assert expected.answers > 0
+    fitted = [row for row in made.all_rows if row.by == "convert"]
+    assert 0 < expected.answers(fitted) < expected.answers(made.all_rows)
+    left = expected.answers(made.all_rows, fitted)
+    assert left == pytest.approx(expected.answers(made.all_rows) - expected.answers(fitted))
+    assert expected.answers(made.all_rows, made.all_rows) == 0
     assert all(line.make > 0 for line in lines if line.name != "dense")
     tasks = {line.measures["tasks"] for line in lines}
     assert tasks == {2 * 1_275 / 100.0 / 3_600}
