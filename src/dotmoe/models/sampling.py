@@ -142,7 +142,7 @@ class _Growing:
         """Whether each row has each token of the vocabulary; None if nothing asks."""
         if self._how.repetition_penalty == 1.0:
             return None
-        has_BV = torch.zeros(len(prompts), int(self._base.config.vocab_size), dtype=torch.bool)
+        has_BV = torch.zeros(len(prompts), len(self._head.weight), dtype=torch.bool)
         for row, prompt in enumerate(prompts):
             has_BV[row, torch.tensor(prompt)] = True
         return has_BV.to(self._device)
