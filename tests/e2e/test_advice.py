@@ -61,3 +61,22 @@ def test_a_template_that_is_null_is_none(template, is_chat, finished, tmp_path):
     shown = page._what_next(page.RunResults(run.folder))
     words = [word for each in shown for word in getattr(each, "words", ())]
     assert ("--chat-template" in words) == is_chat
+
+
+@pytest.mark.parametrize("loops", [True, False])
+def test_a_model_that_repeats_itself_is_shown_with_a_penalty(loops, finished):
+    ends = [0] * 8 if loops else [1] * 8
+    alike = {
+        **{"kl": 0.1, "kl_stderr": 0.01, "top1": 0.9, "times_dense": 1.1, "answers": 8},
+        **{"ended": ends[0], "dense_ended": 1.0, "answer_ends": ends},
+        "with_penalty": {"ended": 1.0, "dense_ended": 1.0, "answer_ends": [1] * 8},
+    }
+    results = page.RunResults(finished.folder)
+    results.results["own_answers"] = {"moe": {"alike": alike}}
+    shown = page._what_next(results)
+    words = [word for each in shown for word in getattr(each, "words", ())]
+    assert ("--repetition-penalty" in words) == loops
+    said = "0 % of its answers end, 100 % with repetition_penalty 1.1"
+    assert any(said in str(each) for each in shown) == loops
+    assert (said in page.markdown(results)) == loops
+    assert "100 % of 100 %" in page.markdown(results)

@@ -28,6 +28,7 @@ from dotmoe.measure.report.results import RunResults
 from dotmoe.measure.report.sections import Blocks, in_short, notes_for_serving, overview, sections
 from dotmoe.method.granularity import targets_of
 from dotmoe.run.folder import STAGES
+from dotmoe.text.answers import PENALTY
 
 _HERE = Path(__file__).parent
 _TEMPLATES = jinja2.Environment(
@@ -137,6 +138,9 @@ def _what_next(results: RunResults) -> list[RenderableType]:
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
     write += ["--chat-template"] if chats else ["--temperature", "0.8"]
+    loops = ends_by_penalty(results.own_answers.get(results.name, {}))
+    if loops:
+        write += ["--repetition-penalty", f"{PENALTY:g}"]
     commands = {"generate": write}
     if any(server.startswith("vLLM") for server in record.servers):
         commands["serve"] = ["vllm", "serve", str(export), "--dtype", record.dtype]
@@ -149,8 +153,7 @@ def _what_next(results: RunResults) -> list[RenderableType]:
     lowered = [record.context_lowered] if record.context_lowered else []
     curve = results.own_answers_curve
     at_other_k = [curve_in_short(curve)] if curve else []
-    penalty = ends_by_penalty(results.own_answers.get(results.name, {}))
-    looping = [penalty] if penalty else []
+    looping = [loops] if loops else []
     return [
         *(Text(each) for each in (*at_other_k, *looping)),
         Text("The files hold all experts: what is saved is work, not disk or memory."),
