@@ -80,3 +80,4 @@ def test_a_model_that_repeats_itself_is_shown_with_a_penalty(loops, finished):
     assert any(said in str(each) for each in shown) == loops
     assert (said in page.markdown(results)) == loops
     assert "100 % of 100 %" in page.markdown(results)
+    assert "100 % of 100 %" in page.html(results)
