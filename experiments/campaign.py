@@ -11,12 +11,13 @@ same command goes on after a stop. The plan with its hours is printed before any
 `--plan` prints it alone.
 
 A row or measure that fails, or that this machine cannot make, is left out with the reason. The
-commit must be clean. Writes results/campaign_MODEL.json, from which documents have their tables.
+commit must be clean. `campaign.json` in the folder has the results of finished rows. At the end
+they go to results/campaign_MODEL.json, from which documents have their tables.
 """
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
@@ -285,12 +286,13 @@ class Campaign:
             cache=self.cache,
         )
 
-    def run(self) -> None:
-        """Make every row and measure that is not finished."""
+    def run(self, on_row: Callable[[], None] = lambda: None) -> None:
+        """Make every row and measure that is not finished; `on_row` is called after each row."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with alone_in(self.folder):
             for row in self.rows:
                 self._run_row(row)
+                on_row()
 
     def _run_row(self, row: Row) -> None:
         """Make a row and its measures; what fails is left out with the reason."""
@@ -466,12 +468,11 @@ def main() -> None:
         return
     hours = answers + sum(line.hours for line in lines)
     say(f"This takes about {in_time(hours)}. Stopped, it goes on with the same command.")
-    campaign.run()
-    results = campaign.collected(expected)
-    default = ROOT / f"results/campaign_{settings.name}.json"
-    if settings.tiny:
-        default = campaign.folder / "campaign.json"
+    so_far = campaign.folder / "campaign.json"
+    campaign.run(on_row=lambda: write_json(so_far, campaign.collected(expected)))
+    default = so_far if settings.tiny else ROOT / f"results/campaign_{settings.name}.json"
     out = settings.out or default
+    results = read_json(so_far)
     write_json(out, results)
     if warning := said_of_commits(results["made_at"]):
         say(f"warning: {warning}")

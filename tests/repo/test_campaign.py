@@ -285,6 +285,13 @@ def test_every_row_and_measure_is_made_and_shown(subject, shared_data, text_file
     assert read_json(made.file(made.by_name["dense"], "size"))["values"]["bytes"] > 0
 
 
+def test_results_so_far_are_written_after_each_row(subject):
+    made = campaign.Campaign(replace(subject, measures=("size",), rows=("dense", "frozen-50")))
+    seen = []
+    made.run(on_row=lambda: seen.append(sum(map(made.is_made, made.all_rows))))
+    assert seen == [1, 2]
+
+
 def test_results_name_no_paths_and_no_single_questions():
     task = {"scores": [{"value": 0.5, "per_question": [1, 0]}], "identity": {"model": "/home/a"}}
     values = {
