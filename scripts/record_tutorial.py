@@ -113,8 +113,10 @@ def main() -> None:
     kept_file = clone.with_name(f"{clone.name}.steps.json")
     kept: dict[str, Any] = read_json(kept_file) if kept_file.is_file() else {}
     given = commands(PAGE.read_text(encoding="utf-8"))
+    if any(done["command"] != given[name] for name, done in kept.items()):
+        raise SystemExit(f"{clone} has steps of other commands. Name another folder.")
     for step in STEPS:
-        if step.name in kept and kept[step.name]["command"] == given[step.name]:
+        if step.name in kept:
             continue
         print(f"{step.title}: {given[step.name]}", flush=True)
         done = typed(given[step.name], clone)

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
 def test_every_step_is_a_command_of_the_page():
     found = record.commands(PAGE)
     assert [*found] == ["install", "model", "inspect", "convert", "ask", "report"]
-    assert found["convert"].endswith("--repair-epochs 0 --eval-tokens 2048"), "lines are joined"
+    assert found["convert"].endswith("--eval-tokens 2048 --heldout-answers 8"), "lines are joined"
     assert found["ask"].endswith('"What is the capital of France?" "Name three fruits."')
 
 
