@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -817,71 +817,6 @@ def generated_answers() -> str:
     }
     files = "results/qwen_generated.json, results/qwen_tasks.json"
     return f"{tabled(rows, columns, words=2)}\n\n{files}."
-
-
-@part
-def own_answers() -> str:
-    """What Qwen2.5-Coder-0.5B keeps of its own answers, fitted to such, at two shares."""
-    file = "results/qwen_answers.json"
-    record = load(file)
-    rows = _dense_and_converted(record.rows)
-    columns: dict[str, Callable[[Any], Any]] = {
-        "FFN active": lambda row: percent(row.active_fraction),
-        "KL, prompts as fitted": lambda row: _kl(row.answers.alike),
-        "KL, other prompts": lambda row: _kl(row.answers.others),
-        "same top token": _top,
-        "answers that end": lambda row: percent(row.answers.others.ended),
-        "with penalty 1.1": lambda row: percent(row.answers.others.with_penalty.ended),
-        "WikiText-2": _on_wiki,
-        "HumanEval, %": lambda row: score(row.tasks, ["humaneval_instruct"]),
-    }
-    return f"{tabled(rows, columns)}\n\nCommits {commits(record)}; {file}."
-
-
-@part
-def answers() -> str:
-    """The same in short, for the front page."""
-    file = "results/qwen_answers.json"
-    columns: dict[str, Callable[[Any], Any]] = {
-        "FFN active": lambda row: sourced(percent(row.active_fraction), file),
-        "same top token": _top,
-        "answers that end": lambda row: percent(row.answers.others.with_penalty.ended),
-        "WikiText-2": _on_wiki,
-    }
-    return tabled(_dense_and_converted(load(file).rows), columns)
-
-
-def _dense_and_converted(rows: Sequence[Any]) -> list[Any]:
-    """The dense model of some conversions as a row, and these, the largest share first."""
-    first = rows[0]
-    closeness = Record(
-        {
-            kind: Record(
-                top1=1.0,
-                ended=values.dense_ended,
-                with_penalty=Record(ended=values.with_penalty.dense_ended),
-            )
-            for kind, values in first.answers.items()
-        }
-    )
-    dense = Record(active_fraction=1.0, answers=closeness, tasks=first.dense_tasks)
-    return [dense, *sorted(rows, key=lambda row: -row.active_fraction)]
-
-
-def _kl(closeness: Any) -> str | None:
-    if not closeness.kl:
-        return None
-    return f"{closeness.kl:.3f} ± {closeness.kl_stderr:.3f}"
-
-
-def _top(row: Any) -> str:
-    """Share of tokens with the dense model's most likely one, on the worse set of answers."""
-    return percent(min(values.top1 for values in row.answers.values()))
-
-
-def _on_wiki(row: Any) -> str:
-    wiki = row.texts.wiki
-    return times(wiki.nats_above_dense, wiki.stderr) if wiki else "1.00"
 
 
 @part

@@ -3,7 +3,6 @@
     python scripts/real_model.py table results/smollm2.json DENSE RUN...
     python scripts/real_model.py rows results/smollm2_rows.json COMPARED TASKS [NAME=RUN...]
     python scripts/real_model.py conversions results/first_contact.json RUN...
-    python scripts/real_model.py answers results/qwen_answers.json RUN...
 
 `table`: the README's table. Each RUN is the folder of a `convert --repair` or a `finetune`. Results
 of `dotmoe evaluate` on it, or with `--against` on the dense model, count if their `--out` is in the
@@ -18,9 +17,6 @@ TASKS/RUN. COMPARED may be an earlier file of these rows. `made_at` lists all ro
 `conversions`: what `convert` chose for each RUN, the time of its stages beside the plan, and its
 perplexities on its own held-out text and on texts evaluated with `--against` into RUN. The plan,
 RUN/plan.json, is the output of `dotmoe inspect --json` with the same options on the same machine.
-
-`answers`: how close each RUN is to the dense model on held-out own answers and how many of its own
-end, with losses on texts evaluated with `--against` into RUN, and scores of `--tasks`.
 """
 
 import math
@@ -42,13 +38,10 @@ STAGES = ("calibrate", "align", "extract", "repair", "finetune", "export")
 Row = dict[str, Any]
 
 
-def main_scores(folder: Path, side: str = "tasks") -> Row:
-    """Main scores of `dotmoe evaluate --tasks` by task; {} if it did not run.
-
-    `side` is `against` for the model beside.
-    """
+def main_scores(folder: Path) -> Row:
+    """Main scores of `dotmoe evaluate --tasks` by task; {} if it did not run."""
     found = {}
-    for file in sorted(folder.glob(f"{side}/*.json")):
+    for file in sorted(folder.glob("tasks/*.json")):
         (found[file.stem],) = (score for score in read_json(file)["scores"] if score["is_main"])
     return found
 
@@ -183,43 +176,7 @@ def conversions(*folders: str) -> Row:
     return {"rows": rows, "provenance": provenance(0) | {"commit": ", ".join(commits)}}
 
 
-def answers(*folders: str) -> Row:
-    """A row for each run of a chat model: what it keeps of the dense model's answers."""
-    rows = []
-    for folder in map(Path, folders):
-        results = read_json(folder / "6_evaluate" / "results.json")
-        export, config = ExportRecord.load(folder / "5_export"), results["config"]
-        closeness = results["own_answers"]["moe"]
-        texts = {}
-        for file in sorted(folder.glob("*/perplexity.json")):
-            found = read_json(file)
-            above, stderr = difference(found["model"], found["against"])
-            texts[file.parent.name] = {"nats_above_dense": above, "stderr": stderr}
-        rows.append(
-            {
-                "active_fraction": export.active_fraction,
-                "weights": "finetuned" if config["command"] == "finetune" else "repaired",
-                "parameters": results["parameters"],
-                "answers": {kind: without_lists(values) for kind, values in closeness.items()},
-                "texts": texts,
-                "tasks": without_lists(main_scores(folder)),
-                "dense_tasks": without_lists(main_scores(folder, "against")),
-                "seconds": RunFolder(folder).seconds(*STAGES),
-                "command": results["provenance"]["command"],
-                "commit": results["provenance"]["commit"],
-            }
-        )
-    commits = dict.fromkeys(row["commit"] for row in rows)
-    return {"rows": rows, "provenance": provenance(0) | {"commit": ", ".join(commits)}}
-
-
-def without_lists(values: Row) -> Row:
-    """Values without those of single answers or questions."""
-    nested = {name: without_lists(each) for name, each in values.items() if isinstance(each, dict)}
-    return {name: each for name, each in values.items() if not isinstance(each, list)} | nested
-
-
 if __name__ == "__main__":
     what, out, *given = sys.argv[1:]
-    collect: list[Callable[..., Row]] = [table, rows, conversions, answers]
+    collect: list[Callable[..., Row]] = [table, rows, conversions]
     write_json(Path(out), {each.__name__: each for each in collect}[what](*given))

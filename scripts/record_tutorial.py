@@ -12,7 +12,6 @@ import json
 import os
 import re
 import resource
-import shlex
 import subprocess
 import sys
 import time
@@ -121,7 +120,7 @@ def main() -> None:
         print(f"{step.title}: {given[step.name]}", flush=True)
         done = typed(given[step.name], clone)
         if done["status"]:
-            raise SystemExit(f"{shlex.quote(given[step.name])} ended with {done['status']}.")
+            raise SystemExit(f"{given[step.name]} ended with status {done['status']}.")
         kept[step.name] = done
         write_json(kept_file, kept)
     steps = {}

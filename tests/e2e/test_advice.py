@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dotmoe.measure.report import page
+from dotmoe.measure.report import page, sections
 from runs import TINY_CONVERT, put_into, rewritten
 
 CHANCE = "predicts no better than chance"
@@ -81,3 +81,14 @@ def test_a_model_that_repeats_itself_is_shown_with_a_penalty(loops, finished):
     assert (said in page.markdown(results)) == loops
     assert "100 % of 100 %" in page.markdown(results)
     assert "100 % of 100 %" in page.html(results)
+
+
+@pytest.mark.parametrize(("penalty", "said"), [(1.0, False), (1.1, True)])
+def test_a_report_says_with_which_penalty_text_was_written(penalty, said, finished):
+    results = page.RunResults(finished.folder)
+    model = {"name": "a", "prompts": ["Who?"], "texts": ["I."]}
+    written = {"temperature": 0.0, "repetition_penalty": penalty, "model": model}
+    first = sections._generation(results, written)[0]
+    assert ("with repetition_penalty 1.1" in first) == said
+    del written["repetition_penalty"]  # of an earlier version
+    assert "penalty" not in sections._generation(results, written)[0]

@@ -167,7 +167,8 @@ def test_a_chat_template_asks_as_the_harness_does_and_is_recorded(
     (model / "chat_template.jinja").write_text(template)
     values = {}
     for chat in (False, True):
-        options |= {"out": tmp_path / f"out-{chat}"} | ({"chat_template": []} if chat else {})
+        options |= {"out": tmp_path / f"out-{chat}"}
+        options |= {"chat_template": [], "repetition_penalty": 1.1} if chat else {}
         said = command("evaluate", model, **options)
         task = json.loads(said.out)["model"]["tasks"]["piqa"]
         values[chat] = {f"{row['metric']},none": row["value"] for row in task["scores"]}
@@ -175,6 +176,8 @@ def test_a_chat_template_asks_as_the_harness_does_and_is_recorded(
         assert values[chat] == {name: expected[name] for name in values[chat]}
         assert task["identity"]["chat_answer"] == (1024 if chat else None)
         assert any("up to 128 tokens" in note for note in task["notes"]) == chat
+        assert any("repetition_penalty 1.1" in note for note in task["notes"]) == chat
+        assert task["identity"]["repetition_penalty"] == (1.1 if chat else None)
     refused = command("evaluate", model, **options | {"out": tmp_path / "out-False"}).refusal()
     assert "another chat_template (None, not True)" in refused
 

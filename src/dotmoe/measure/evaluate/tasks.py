@@ -120,6 +120,9 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
             scored = harness.run_tasks(runner(), *asked, as_chat=config.chat_template)
             mark_main(scored["scores"], name)
             scored["notes"] = notes.get(name, []) + scored["notes"]
+            if config.repetition_penalty != 1.0:
+                penalty = f"{config.repetition_penalty:g}"
+                scored["notes"].append(f"answers are written with repetition_penalty {penalty}")
             if how != config:
                 length = f"{how.max_length:,} tokens, the context of the model beside it"
                 scored["notes"].append(f"{model} may see {length}, though its own is longer")

@@ -64,6 +64,9 @@ def _curve(run: RunResults, curve: Values) -> Blocks:
 def _generation(run: RunResults, result: Values) -> Blocks:
     sides, sampled = sides_of(run.named(result)), result.get("temperature")
     how = f"sampled at temperature {sampled:g}" if sampled else "the most likely one"
+    penalty = result.get("repetition_penalty", 1.0)
+    if penalty != 1.0:
+        how += f", with repetition_penalty {penalty:g}"
     blocks: Blocks = [f"Each token of the continuations is {how}."]
     for index, prompt in enumerate(result["model"]["prompts"][:3]):
         texts = {side["name"]: side["texts"][index] for side in sides}
