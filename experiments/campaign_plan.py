@@ -95,7 +95,7 @@ class Expected:
         amounts, left = self.plan.amounts, [row for row in rows if row not in made]
         tokens = 0
         if left and not any(row.by == "convert" for row in made):
-            tokens += sum(amounts.fitted_tokens(self.plan.width, self.plan.ffn))
+            tokens += max(_own_tokens(row) for row in left)
             tokens += _HELDOUT_SETS * amounts.heldout_answers * ANSWER_TOKENS
         if not any(row.by == "finetune" for row in made):
             tokens += max((_tokens(row) for row in left if row.by == "finetune"), default=0)
@@ -164,6 +164,16 @@ class Expected:
 def _tokens(row: Row) -> int:
     """Tokens that a finetuning reads."""
     tokens: int = row.options["steps"] * row.options["batch_size"] * row.options["seq_len"]
+    return tokens
+
+
+def _own_tokens(row: Row) -> int:
+    """Tokens of own answers that a conversion is fitted to."""
+    if row.by != "convert":
+        return 0
+    if "steps" in row.options:
+        return _tokens(row)
+    tokens: int = row.options.get("answer_tokens", 0)
     return tokens
 
 

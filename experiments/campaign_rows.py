@@ -58,6 +58,8 @@ class Amounts:
 
     calibration_tokens: int | None = None
     repair_tokens: int | None = None
+    refit_tokens: int = 40_960
+    """Most tokens that a refit without training reads."""
     finetune_steps: int = 240
     finetune_batch: int = 4
     finetune_seq_len: int = 512
@@ -151,6 +153,15 @@ class Plan:
             fitted["repair_tokens"] = self.amounts.repair_tokens
         given = {name: value for name, value in fitted.items() if value is not None}
         return {**self.common, **self.text, **self.model.split, "active": share, **given, **options}
+
+    def refit(self, share: float, **options: Any) -> Options:
+        """Options of a conversion whose layers are refitted alone, on little text."""
+        calibration, repair = self.amounts.fitted_tokens(self.width, self.ffn)
+        tokens = min(repair, self.amounts.refit_tokens)
+        own = {"repair_epochs": 0, "repair_tokens": tokens}
+        if "answer_tokens" in self.text:
+            own["answer_tokens"] = calibration + tokens
+        return {**self.convert(share, **options), **own}
 
     @property
     def text(self) -> Options:
@@ -253,6 +264,14 @@ def _at(share: float, plan: Plan) -> Iterator[Row]:
     }
     finetuned, repaired = f"finetuned-{at}", f"repaired-{at}"
     yield row("frozen", "dotmoe, frozen", "convert", plan.convert(share, repair=False))
+    yield row("refitted", "dotmoe, refitted", "convert", plan.refit(share))
+    yield row(
+        "static-refitted",
+        "static pruning, refitted",
+        "convert",
+        plan.refit(share, **static),
+        beside=f"refitted-{at}",
+    )
     yield row("repaired", "dotmoe, repaired", "convert", plan.convert(share))
     yield row("finetuned", "dotmoe, finetuned", "finetune", plan.finetune(), of=repaired)
     yield row(
