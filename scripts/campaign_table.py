@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dotmoe.common.tables import percent
@@ -10,6 +11,12 @@ Cell = Callable[[Any], str | None]
 TEXTS = {"wiki": "WikiText-2", "books": "books", "python": "Python"}
 TASKS = {"tasks": "six tasks, %", "humaneval": "HumanEval, %", "gsm8k": "GSM8K, %"}
 ANSWERS = {"alike": "KL, prompts as fitted", "others": "KL, other prompts"}
+
+FRONT_PAGE = (
+    *("refitted", "repaired", "finetuned", "static-refitted", "static-repaired"),
+    *("static-finetuned", "cmoe-repaired", "sparsegpt-2-4"),
+)
+"""Rows on the front page, without their shares."""
 
 
 def quality(row: Any) -> dict[str, str | None]:
@@ -88,6 +95,47 @@ def _score(found: Mapping[str, Any] | None) -> str | None:
     return with_error(100 * mean["value"], None if error is None else 100 * error, ".1f")
 
 
+def front_page(records: Sequence[Any], tabled: Callable[..., str]) -> str:
+    """What rows of several campaigns keep, in one table; the dense model's scores stand beside."""
+    rows = [
+        (record, row)
+        for record in records
+        for row in record["rows"]
+        if row["is_made"] and _without_share(row) in FRONT_PAGE
+    ]
+    columns: dict[str, Cell] = {
+        "model": lambda row: row[0]["model"]["title"],
+        "FFN active": lambda row: _share(row[1]),
+        "method": lambda row: row[1]["what"],
+        "same token, %": lambda row: quality(row[1])["top-1, %"],
+        "KL": lambda row: quality(row[1])[ANSWERS["others"]],
+        "WikiText-2": lambda row: quality(row[1])["WikiText-2"],
+    }
+    for name, heading in TASKS.items():
+        if any(name in row["measures"] for _, row in rows):
+            columns[heading] = partial(_score_beside_dense, name)
+    return tabled(rows, columns, words=3)
+
+
+def _share(row: Any) -> str | None:
+    """The share of the FFN that is active, where a row has one."""
+    return percent(row["share"]) if row["share"] else None
+
+
+def _without_share(row: Any) -> str:
+    """The name of a row without the share at its end."""
+    name: str = row["name"]
+    return name.removesuffix(f"-{100 * row['share']:.0f}") if row["share"] else name
+
+
+def _score_beside_dense(task: str, found: tuple[Any, Any]) -> str | None:
+    """A score in percent, and that of the dense model; of a record and one of its rows."""
+    record, row = found
+    score = _score(row["measures"].get(task))
+    dense = next(each for each in record["rows"] if each["name"] == "dense")
+    return score and f"{score} of {(_score(dense['measures'][task]) or '').partition(' ')[0]}"
+
+
 def tables(record: Any, tabled: Callable[..., str]) -> str:
     """The tables of a campaign as Markdown, made by `tabled`, and what was not measured."""
     rows = [row for row in record["rows"] if row["is_made"]]
@@ -102,7 +150,7 @@ def _table(
     cells = {row["name"]: make(row) for row in rows}
     headings = dict.fromkeys(name for row in cells.values() for name in row)
     columns: dict[str, Cell] = {
-        "FFN active": lambda row: percent(row["share"]) if row["share"] else None,
+        "FFN active": _share,
         "row": lambda row: row["what"],
     }
     for heading in headings:

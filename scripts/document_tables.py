@@ -146,6 +146,8 @@ PARTS = {
     "repaired, then finetuned": "dotmoe, repaired and finetuned",
 }
 """Rows of the paper's recipe and of dotmoe, which the file names otherwise."""
+CAMPAIGNS = ("qwen25_coder_1.5b", "qwen25_coder_0.5b", "gemma3_270m", "smollm2")
+"""Models of campaigns, the largest first."""
 MODELS = ("LLaMA-2-7B", "LLaMA-3-8B", "Qwen2.5-7B")  # of the paper; one machine aligns each
 PAPER_TOKENS = 3_500 * 64 * 2_048
 """Tokens of the paper's alignment."""
@@ -975,6 +977,14 @@ def qwen_kept() -> str:
         f"({', '.join(above)}). Of their mean {kept(above, 0)} is kept, and {kept(above, guess)} "
         f"of what is above guessing. 100 questions each; {file}."
     )
+
+
+@part
+def kept() -> str:
+    """What conversions of models that have a campaign keep, beside rivals."""
+    files = [ROOT / f"results/campaign_{name}.json" for name in CAMPAIGNS]
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    return campaign_table.front_page(records, tabled)
 
 
 @part

@@ -48,7 +48,7 @@ def test_a_run_gives_a_stock_checkpoint_that_computes_what_its_layout_says(
         pytest.param("olmo2", "dot_moe", 0, marks=pytest.mark.slow),
     ],
 )
-def test_the_defaults_are_half_active_and_an_outlier_dense_where_all_can_hold_it(
+def test_the_defaults_are_three_quarters_active_and_an_outlier_dense_where_all_can_hold_it(
     family, method, dense_layers, finished, tiny_dense, command, tmp_path
 ):
     """None of these has a shared expert; one that has is in `inspection/test_inspect.py`."""
@@ -57,10 +57,10 @@ def test_the_defaults_are_half_active_and_an_outlier_dense_where_all_can_hold_it
     options, out = options | {"steps": 0, "method": method}, tmp_path / "run"
     assert command("convert", model, out, **options).status == 0
     split = json.loads((out / "6_evaluate/results.json").read_text())["granularity"]
-    assert (split["active_experts"] * 8, split["shared_size"]) == (48, 0)
+    assert (split["active_experts"] * 8, split["shared_size"]) == (72, 0)
     assert split["first_dense_layers"] == dense_layers
     written = json.loads((out / "config.json").read_text())["experts"]
-    assert (written["active"], written["shared"]) == (0.5, 0)
+    assert (written["active"], written["shared"]) == (0.75, 0)
 
 
 def test_the_two_runs_of_the_quickstart_differ_in_the_method_alone():

@@ -149,10 +149,10 @@ def test_the_plan_has_the_split_and_the_stages_of_the_conversion(
     made = read_json(run.made().folder / "manifest.json")
     plans.append(command("inspect", json=[], config=run.folder / "config.json"))
     measured = run.results()["granularity"]
-    if name == "default":  # half active, and half of that shared
-        assert (measured["active_experts"] * 8, measured["shared_size"]) == (24, 24)
+    if name == "default":  # nine of twelve experts, and four of these shared
+        assert (measured["active_experts"] * 8, measured["shared_size"]) == (40, 32)
         experts = read_json(run.folder / "config.json")["experts"]
-        assert (experts["active"], experts["shared"]) == (0.5, 0.25)
+        assert (experts["active"], experts["shared"]) == (0.75, 4 / 12)
     for plan in (json.loads(each.out) for each in plans):
         found = plan["granularity"]
         if "dense_layers" in made["stages"]:

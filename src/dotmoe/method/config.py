@@ -24,7 +24,7 @@ class ExpertsConfig:
     experts: Annotated[int | None, at_least(2)] = None
     """Number of experts per layer (E), at least 2. Give this or `expert_size`."""
     active: Annotated[float | None, above(0), at_most(1)] = None
-    """Share of the experts that run per token, above 0 and at most 1. Default: 0.5 (paper: a
+    """Share of the experts that run per token, above 0 and at most 1. Default: 0.75 (paper: a
     quarter)."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Number of experts that run per token (k), 1 to E. Give this or `active`."""

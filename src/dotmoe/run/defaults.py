@@ -49,10 +49,10 @@ def experts_with_defaults(
 ) -> ExpertsConfig:
     """The options with the values that their defaults mean for this model and format name.
 
-    Half of the FFN runs. Where a format holds it without a shorter context, half of that is always
-    on, and the number of leading dense layers stays open, to be measured on text; elsewhere both
-    are 0, as they are if attention is split. Values that are given stay as they are. With `keep`
-    all of it stays open, to be chosen by what a share keeps.
+    Three quarters of the FFN run. Where a format holds it without a shorter context, half of what
+    runs is always on, and the number of leading dense layers stays open, to be measured on text;
+    elsewhere both are 0, as they are if attention is split. Values that are given stay as they are.
+    With `keep` all of it stays open, to be chosen by what a share keeps.
     """
     if experts.keep is not None:
         return experts
