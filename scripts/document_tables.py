@@ -982,9 +982,13 @@ def qwen_kept() -> str:
 @part
 def kept() -> str:
     """What conversions of models that have a campaign keep, beside rivals."""
+    return campaign_table.front_page(campaign_records(), tabled)
+
+
+def campaign_records() -> list[Any]:
+    """Results of the campaigns that were made, of the largest model first."""
     files = [ROOT / f"results/campaign_{name}.json" for name in CAMPAIGNS]
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
-    return campaign_table.front_page(records, tabled)
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
 
 
 @part

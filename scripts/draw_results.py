@@ -1,6 +1,6 @@
 """Draw the pictures of results from the JSON files, as SVG for light and dark pages.
 
-python scripts/draw_results.py      # writes docs/figures/loss.svg and loss-dark.svg
+python scripts/draw_results.py      # writes docs/figures/{loss,kept}.svg and {loss,kept}-dark.svg
 """
 
 import argparse
@@ -11,7 +11,8 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from document_tables import ROOT, compared, load
+from document_tables import ROOT, campaign_records, compared, load
+from dotmoe.common.tables import percent
 
 INK = {"": "#1f2328", "-dark": "#e6e9ed"}
 """Colour of text and axes, by the end of the file's name."""
@@ -71,8 +72,42 @@ def figure() -> Figure:
     return drawn
 
 
+def campaigns() -> list[tuple[str, list[tuple[str, float, float]]]]:
+    """Of each campaign its model's title, and name, KL and its error of each row on own answers."""
+    panels = []
+    for record in campaign_records():
+        points = []
+        for row in record["rows"]:
+            others = row["measures"].get("answers", {}).get("others")
+            if others and row["share"]:
+                name = f"{row['what']}, {percent(row['share'])}"
+                points.append((name, others["kl"], others["kl_stderr"] or 0.0))
+        panels.append((record["model"]["title"], points))
+    return panels
+
+
+def kept() -> Figure:
+    """How far each row of each campaign is from the dense model on its held-out answers."""
+    panels = campaigns()
+    heights = [len(points) for _, points in panels]
+    drawn = Figure(figsize=(7.2, 0.9 * len(panels) + 0.3 * sum(heights)), layout="constrained")
+    grid = drawn.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+    for axes, (title, points) in zip(grid[:, 0], panels, strict=True):
+        for place, (name, kl, error) in enumerate(points):
+            colour = COLOURS["repaired" if name.startswith("dotmoe") else "other"]
+            axes.errorbar(kl, place, xerr=error, fmt="o", color=colour, capsize=3)
+        axes.set(title=title, xlim=(0, None), ylim=(len(points) - 0.5, -0.5))
+        axes.set_yticks(range(len(points)), [name for name, *_ in points])
+    drawn.axes[-1].set_xlabel("KL to the dense model per token of its held-out answers, nats")
+    return drawn
+
+
+FIGURES = {"loss": figure, "kept": kept}
+"""Pictures by the names of their files."""
+
+
 def draw(folder: Path) -> None:
-    """Write the picture for light and for dark pages."""
+    """Write the pictures for light and for dark pages."""
     for end, ink in INK.items():
         of_ink = ("text.color", "xtick.color", "ytick.color", "axes.edgecolor", "axes.labelcolor")
         style: dict[str, Any] = {
@@ -84,7 +119,8 @@ def draw(folder: Path) -> None:
         }
         with rc_context(style):
             metadata = {"Date": None, "Creator": None}
-            figure().savefig(folder / f"loss{end}.svg", transparent=True, metadata=metadata)
+            for name, make in FIGURES.items():
+                make().savefig(folder / f"{name}{end}.svg", transparent=True, metadata=metadata)
 
 
 def main() -> int:

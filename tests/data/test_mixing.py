@@ -136,6 +136,42 @@ def test_a_long_document_is_mixed_piece_by_piece(tmp_path, with_bos, packed):
     assert "".join(pieces) == "a line\n" * 40_000
 
 
+@pytest.mark.parametrize("weights", [(1, 1), (1, 2), (99, 1)])
+def test_a_short_mix_of_long_documents_has_its_shares(weights, tmp_path, packed):
+    """Each source has more text in one piece than the whole mix takes."""
+    names = [write(tmp_path / f"{sign}.txt", f"{sign} line\n" * 9_000) for sign in "ab"]
+    tokens_BT, record = packed(*names, data_weights=weights, tokens=16_384)
+    assert tokens_BT.numel() == 16_384
+    for source, weight in zip(record["sources"], weights, strict=True):
+        assert source["share"] == pytest.approx(weight / sum(weights), abs=0.001)
+
+
+def test_what_a_share_cut_off_comes_if_another_source_runs_out(tmp_path, packed, monkeypatch):
+    long = write(tmp_path / "long.txt", "a line\n" * 9_000)
+    short = write(tmp_path / "short.txt", "b line\n" * 100)
+    mix = {"data_weights": (1, 1), "tokens": 16_384}
+    tokens_BT, record = packed(long, short, **mix)
+    assert tokens_BT.numel() == 16_384
+    first, second = record["sources"]
+    assert (second["ran_out"], first["tokens"] + second["tokens"]) == (True, 16_384)
+    second_by_piece = SimpleNamespace(monotonic=itertools.count(10**9).__next__)
+    monkeypatch.setattr(blocks, "time", second_by_piece)
+    real = packing.opened
+
+    def breaking(name, *arguments, **how):
+        yield from real(name, *arguments, **how)
+        if name == str(short):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(packing, "opened", breaking)
+    with pytest.raises(KeyboardInterrupt):  # the share of the long one is cut off by then
+        packed(long, short, **mix)
+    monkeypatch.setattr(packing, "opened", real)
+    resumed_BT, resumed = packed(long, short, **mix)
+    assert torch.equal(resumed_BT, tokens_BT)
+    assert resumed == record
+
+
 @pytest.mark.parametrize(
     ("stop", "family", "weights"),
     [(UserError, "llama", ()), (KeyboardInterrupt, "qwen2", (3, 1, 2))],
@@ -191,7 +227,6 @@ def test_dolmino_on_the_hub_is_its_configurations(three):
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (("a", "b"), {"data_weights": (1.0,)}, "1 numbers, but a, b are a mix of 2 sources"),
         (("dolmino", "b"), {}, "0 numbers, but dolmino, b are a mix of 2"),
         (("nowhere.txt",), {"data_weights": (1.0,)}, "nowhere.txt does not exist"),
         (("{short}",), {}, "has 6 tokens .* too few for a block of 16"),

@@ -182,6 +182,27 @@ def test_the_picture_of_losses_has_the_numbers_of_the_files():
         ElementTree.parse(ROOT / f"docs/figures/loss{end}.svg")
 
 
+def test_the_picture_of_what_is_kept_has_the_rows_of_the_campaigns():
+    drawn = dict(pictures.campaigns())
+    for file in sorted((ROOT / "results").glob("campaign_*.json")):
+        record = json.loads(file.read_text())
+        kls = {
+            (row["what"], row["share"]): row["measures"]["answers"]["others"]["kl"]
+            for row in record["rows"]
+            if row["share"] and "answers" in row["measures"]
+        }
+        points = drawn.pop(record["model"]["title"])
+        assert {f"{what}, {100 * share:.0f} %": kl for (what, share), kl in kls.items()} == {
+            name: kl for name, kl, _ in points
+        }
+    assert not drawn
+    axes = pictures.kept().axes
+    assert [len(each.containers) for each in axes] == [len(p) for _, p in pictures.campaigns()]
+    for end in ("", "-dark"):
+        text = (ROOT / f"docs/figures/kept{end}.svg").read_text(encoding="utf-8")
+        assert all(f"<!-- {name} -->" in text for _, p in pictures.campaigns() for name, *_ in p)
+
+
 def test_the_citation_of_the_front_page_is_that_of_the_citation_file():
     cited = (ROOT / "CITATION.cff").read_text()
     bibtex = README.split("```bibtex")[1].split("```")[0]

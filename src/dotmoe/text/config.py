@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from dotmoe.common.errors import UserError
 from dotmoe.common.options import Shown, above, at_least
 
 
@@ -46,3 +47,12 @@ class DataConfig:
     """Seed of the shuffle buffer."""
     seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens per block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
+
+    def check_together(self) -> None:
+        """Refuse another number of weights than of sources."""
+        if self.data_weights and len(self.data_weights) != len(self.data):
+            named = ", ".join(self.data) or "none"
+            raise UserError(
+                f"data_weights has {len(self.data_weights)} numbers, but data has "
+                f"{len(self.data)} sources ({named}). Give one for each source."
+            )

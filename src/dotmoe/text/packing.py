@@ -1,9 +1,10 @@
 """Documents -> token ids joined end to end, from one source or a weighted mix of sources."""
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ def pack_sources(
         for one in records:
             read = _counted(opened(one["name"], config, tokenizer, answered=answered), one)
             sources.append((one, tokenised(read, tokenizer, one["pieces"])))
-        for record, ids, _ in joined(sources, tokenizer, last):
+        for record, ids, _ in joined(sources, tokenizer, last, max_tokens):
             excess = max(0, writer.num_tokens + len(ids) - max_tokens)
             record["tokens"] -= excess
             writer.append(ids[: len(ids) - excess])
@@ -114,7 +115,7 @@ def pack_sources(
 def source_record(name: str, weight: float | None) -> Record:
     """The record of a source before any of it is read."""
     counts = {"share": 0.0, "tokens": 0, "documents": 0, "pieces": 0, "without_text": 0}
-    return {"name": name, "weight": weight, **counts, "ran_out": False}
+    return {"name": name, "weight": weight, **counts, "read_of_piece": 0, "ran_out": False}
 
 
 def _counted(documents: Iterable[str], record: Record) -> Iterator[str]:
@@ -127,14 +128,19 @@ def _counted(documents: Iterable[str], record: Record) -> Iterator[str]:
 
 
 def joined(
-    sources: Sequence[tuple[Record, Iterator[Piece]]], tokenizer: Any, last: Record | None = None
+    sources: Sequence[tuple[Record, Iterator[Piece]]],
+    tokenizer: Any,
+    last: Record | None = None,
+    max_tokens: int | None = None,
 ) -> Iterator[tuple[Record, list[int], int]]:
     """Iterate over the pieces of several sources, mixed by weight or one source after the other.
 
     With weights, the next piece comes from the source with the fewest tokens for its weight: after
     T tokens a source of share w, longest document s and all sources' longest documents together S
-    has given between wT - wS and wT + s. If another source comes between the pieces of a long
-    document, its rest counts as a document. `last` is the record of the source read last.
+    has given between wT - wS and wT + s. A piece is cut where its source has its share of
+    `max_tokens`, so that this is the share in the end, too; its rest comes if other sources run
+    out. If another source comes between the pieces of a long document, its rest counts as a
+    document. `last` is the record of the source read last.
 
     Yields the record of the source (updated in place), token ids with their separators, and the
     number of bytes of text.
@@ -142,17 +148,16 @@ def joined(
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     start = [] if bos is None else [bos]
     end = [] if bos is not None or eos is None else [eos]
-    waiting = [source for source in sources if not source[0]["ran_out"]]
+    waiting = [_Source(*source) for source in sources if not source[0]["ran_out"]]
     while waiting:
-        source = min(waiting, key=lambda one: one[0]["tokens"] / (one[0]["weight"] or torch.inf))
-        record, pieces = source
-        piece = next(pieces, None)
+        source = min(waiting, key=_Source.tokens_for_weight)
+        record = source.record
+        piece = source.next_piece(max_tokens)
         if piece is None:
             record["ran_out"] = True
             waiting.remove(source)
             continue
         record["documents"] += piece.is_start
-        record["pieces"] += 1
         ids = piece.ids
         if piece.is_start or last is not record:
             before = start if last is None else [*end, *start]
@@ -163,6 +168,54 @@ def joined(
     if last is not None:
         last["tokens"] += len(end)
         yield last, end, 0
+
+
+class _Source:
+    """A source that is read: its record, and the pieces that are not read yet."""
+
+    def __init__(self, record: Record, pieces: Iterator[Piece]) -> None:
+        self.record, self._pieces = record, pieces
+        if read := record["read_of_piece"]:
+            self._pieces = _behind(read, pieces)
+
+    def tokens_for_weight(self) -> float:
+        """Tokens read of it for its weight; 0 where sources have none."""
+        tokens: int = self.record["tokens"]
+        return tokens / (self.record["weight"] or torch.inf)
+
+    def next_piece(self, max_tokens: int | None) -> Piece | None:
+        """The next piece, cut where the source has its share of `max_tokens`; None at the end."""
+        piece = next(self._pieces, None)
+        if piece is None:
+            return None
+        room = self._room(max_tokens)
+        if room is None or len(piece.ids) <= room:
+            self.record["pieces"] += 1
+            self.record["read_of_piece"] = 0
+            return piece
+        self._pieces = chain([_rest(piece, room)], self._pieces)
+        self.record["read_of_piece"] += room
+        return piece._replace(ids=piece.ids[:room])
+
+    def _room(self, max_tokens: int | None) -> int | None:
+        """Tokens that its share of `max_tokens` leaves; None if nothing or no share limits it."""
+        weight: float | None = self.record["weight"]
+        if weight is None or max_tokens is None:
+            return None
+        left = weight * max_tokens - self.record["tokens"]
+        return math.ceil(left) if left > 0 else None
+
+
+def _behind(tokens: int, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """The pieces without the first tokens of the first one, which a stopped process read."""
+    for piece in islice(pieces, 1):
+        yield _rest(piece, tokens)
+    yield from pieces
+
+
+def _rest(piece: Piece, tokens: int) -> Piece:
+    """A piece behind its first tokens, with which its bytes were counted."""
+    return Piece(piece.ids[tokens:], is_start=False, num_bytes=0)
 
 
 def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterator[Piece]:
