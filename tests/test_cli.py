@@ -118,7 +118,8 @@ def test_help_version_and_wrong_options_come_without_what_takes_seconds_to_impor
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
         (MemoryError(), "out of memory (MemoryError). Lower"),
-        (FileExistsError(errno.EEXIST, "File exists", "a.txt"), "'a.txt'. Choose another place"),
+        (FileExistsError(errno.EEXIST, "File exists", "a.txt"), "a.txt: File exists. Choose"),
+        (PermissionError(errno.EACCES, "no", "run/.lock"), "run: no. Get permission"),
         (KeyError("a defect"), None),
     ],
 )

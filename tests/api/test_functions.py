@@ -126,6 +126,9 @@ def test_a_call_means_what_its_command_line_means(command, given, tmp_path):
         ({"data": iter([3])}, "row 1 of data is a int"),
         ({"data": "no/such.txt"}, "no/such.txt"),
         ({"tokenizer": object()}, "which has its own. Leave tokenizer out"),
+        ({"config": {"active": 0.5}}, "but it must be text or a path. Give options as keywords."),
+        ({"progress": "no"}, "progress is 'no', but it must be True or False."),
+        ({"data": ["a.txt", "b.txt"], "data_weights": [1]}, "1 numbers, but data has 2 sources"),
         ({"json": True}, "json is for the command line; the result is a dict."),
         ({"model": 3}, "model is a int, which is no model of Transformers."),
         ({"model": torch.nn.Linear(2, 2)}, "model is a Linear, which is no model of Transformers."),
@@ -190,7 +193,7 @@ def test_what_is_in_memory_gives_the_run_of_its_files(loaded_model, converted, t
     assert times == {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
 
     other = refusal(dotmoe.convert, out=out, data=iter(["other"]), **loaded_model, **OPTIONS)
-    assert "holds a run with another config: data" in other
+    assert "holds a run with other options: data" in other
     with torch.no_grad():
         weight = loaded_model["model"].lm_head.weight
         weight[0, 0] += 1

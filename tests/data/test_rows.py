@@ -151,7 +151,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x.png"}}
         ({"role": "user", "content": "x"}, "is one message of a chat"),
         ({**ALPACA, "history": [["a", "b"]]}, "'history' in .* is list, not text"),
         ({**ALPACA, "output": 3}, "'output' in .* is int, not text"),
-        ({"input": "x"}, "has no field any of text, .*, nor instruction and output; it has input"),
+        ({"input": "x"}, "has no field of text, .*, nor instruction and output; it has input"),
         ({"text": 3, "messages": TURNS}, "'text' in .* is int, not text"),
         ({"text": "a\0b"}, "holds the character NUL"),
         (["a"], "is not a JSON object, nor a list of messages"),
@@ -269,7 +269,7 @@ def test_objects_over_several_lines_are_rows_of_a_json_file(tmp_path):
     assert read(write(tmp_path / "a.json", spread)) == ["a", "b"]
     whole_set = json.dumps({"data": rows}, indent=2)
     said = refusal_of(write(tmp_path / "b.json", whole_set))
-    assert "b.json row 1 has no field any of text" in said
+    assert "b.json row 1 has no field of text" in said
     assert "it has data." in said
 
 

@@ -55,7 +55,7 @@ def test_another_way_is_taken_up_and_another_aim_refused(finished, command, tmp_
     assert (values["command"], values["seed"]) == ("convert", 0)
     before = made.contents()
     for options in ({"lr": 2e-2}, {"micro_batch_size": 1}, {"seed": 1}):
-        assert f"config: {next(iter(options))} (" in command(*made.command(**options)).refusal()
+        assert f"options: {next(iter(options))} (" in command(*made.command(**options)).refusal()
     with (made.folder / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         # Another interval would be allowed, and would be written into the config.
@@ -86,7 +86,7 @@ def test_a_model_that_changed_since_is_refused(finished, command, tmp_path):
     model = shutil.copytree(finished.source, tmp_path / "model")
     made = finished.copied_to(tmp_path / "run")
     arguments = ["convert", model, *made.command()[2:]]
-    assert "another config: model (" in command(*arguments).refusal()
+    assert "other options: model (" in command(*arguments).refusal()
     weights = load_file(model / "model.safetensors")
     save_file({n: 2 * w for n, w in weights.items()}, model / "model.safetensors")
     shutil.rmtree(made.folder)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dotmoe.api.inputs import Inputs
+from dotmoe.api.inputs import Inputs, source_names
 from dotmoe.api.results import Result
 from dotmoe.cli.arguments import CONFIGS, start_of, with_start
 from dotmoe.cli.options import Option, options_of
@@ -337,6 +337,8 @@ def _called(
     Within this context each warning comes once, and errors name options as Python has them. What
     was written for a call that began no run is removed.
     """
+    if not isinstance(progress, bool):
+        raise UserError(f"progress is {progress!r}, but it must be True or False.")
     shown = Progress(quiet=not progress)
     with quiet_transformers(), warnings_once(), TemporaryDirectory(prefix="dotmoe-") as temporary:
         inputs = Inputs(Path(temporary) / INPUTS)
@@ -404,6 +406,11 @@ class Call:
                     f"{name} is for the command line; the result is a dict. Leave it out."
                 )
         start = {name: options[name] for name in starts if options.get(name) is not None}
+        for name, value in start.items():
+            if not isinstance(value, str | os.PathLike):
+                raise UserError(
+                    f"{name} is {value!r}, but it must be text or a path. Give options as keywords."
+                )
         self.file = str(start.get("config", ""))
         self.start = start_of("convert" if command == "prune" else command, start)
         names = [name for name, _, marks in marked_fields(self.cls) if ARGUMENT in marks]
@@ -421,13 +428,14 @@ class Call:
         values = {**self.arguments, **self.given}
         if self.command == "evaluate" and isinstance(self.tokenizer, str | os.PathLike):
             values["tokenizer"] = self.tokenizer
-        names = {option.name for option in options_of(self.cls)}
+        options = {option.name for option in options_of(self.cls)}
         for name in _MODELS:
-            if values.get(name) is not None and name in names:
+            if values.get(name) is not None and name in options:
                 values[name] = self._model(values[name], inputs)
         for name in _TEXTS:
             if name in values:
-                values[name] = inputs.text(values[name], name) if inputs else "in-memory"
+                names = source_names(values[name]) or ("in-memory",)
+                values[name] = inputs.text(values[name], name) if inputs else names
         values = in_python(self.cls, values, f"dotmoe.{self.command}")
         config = built(self.cls, self.start.config, values)
         check(config, self.given)

@@ -31,6 +31,14 @@ _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, u
 _TOKENIZER = "Give its tokenizer as well, as AutoTokenizer loads it: tokenizer=..."
 
 
+def source_names(given: Any) -> tuple[str, ...]:
+    """The sources that a value names; empty if it is text or chats, or names and texts mixed."""
+    several = [given] if isinstance(given, str | os.PathLike) else given
+    if not isinstance(several, list | tuple) or not all(map(_names_a_source, several)):
+        return ()
+    return tuple(map(os.fspath, several))
+
+
 class Inputs:
     """Writes what is in memory into one folder, and knows what it has written."""
 
@@ -86,12 +94,12 @@ class Inputs:
         neither a file nor named like one. Raises a `UserError` for names and texts mixed, for no
         rows, and for a row that JSON cannot hold.
         """
+        if names := source_names(given):
+            return names
         if isinstance(given, str | os.PathLike):
             given = [given]
-        if isinstance(given, list | tuple) and given:
+        if isinstance(given, list | tuple):
             is_name = [_names_a_source(each) for each in given]
-            if all(is_name):
-                return tuple(map(os.fspath, given))
             if any(is_name):
                 name = os.fspath(given[is_name.index(True)])
                 raise UserError(

@@ -13,11 +13,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from dotmoe import __version__
 from dotmoe.cli.help import overview
 from dotmoe.cli.table import COMMANDS
 from dotmoe.common.errors import Interrupted, RankError, UserError, nearest, one_line
+from dotmoe.common.files import LOCK
 from dotmoe.common.interrupts import interrupts_kept
 
 
@@ -107,6 +109,14 @@ def _fail(message: str, *, only_here: bool = False) -> None:
         print(f"dotmoe: error: {one_line(message)}", file=sys.stderr, flush=True)
 
 
+def _said_of(cause: BaseException) -> str:
+    """A failure of the system with its file; a lock stands for the folder that it is in."""
+    if not isinstance(cause, OSError) or cause.filename is None:
+        return str(cause)
+    path = Path(os.fsdecode(cause.filename))
+    return f"{path.parent if path.name == LOCK else path}: {cause.strerror}"
+
+
 def message_of(error: Exception) -> str | None:
     """One line for a failure that a user can cause or fix; None for a defect."""
     import torch
@@ -129,8 +139,8 @@ def message_of(error: Exception) -> str | None:
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return f"the disk is full ({cause}). Free space, then run the same command again."
         if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return f"{cause}. Get permission, or choose another folder."
+            return f"{_said_of(cause)}. Get permission, or choose another folder."
         if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-            return f"{cause}. Choose another place."
+            return f"{_said_of(cause)}. Choose another place."
         cause = cause.__cause__ or cause.__context__
     return None

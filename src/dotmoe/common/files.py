@@ -19,6 +19,9 @@ from filelock import FileLock, Timeout
 
 from dotmoe.common.errors import UserError, one_line
 
+LOCK = ".lock"
+"""File that a process locks in the folder that it writes."""
+
 logger = logging.getLogger(__name__)
 
 Values = dict[str, Any]
@@ -174,7 +177,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     Another one gets a `UserError`. A new folder is removed if nothing was written to it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / ".lock"
+    lock = folder / LOCK
     refusal = (
         f"{folder} is in use by another dotmoe process. Wait for it, or choose another folder."
     )

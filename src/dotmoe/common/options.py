@@ -299,7 +299,15 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The options that differ between two results of `identity`, as `name (old, not new)`."""
     pairs = [(name, value, new[name]) for name, value in old.items() if value != new[name]]
     nested = [each for _, a, b in pairs if isinstance(a, dict) for each in differences(a, b)]
-    return [f"{name} ({a}, not {b})" for name, a, b in pairs if not isinstance(a, dict)] + nested
+    plain = [(name, a, b) for name, a, b in pairs if not isinstance(a, dict)]
+    return [f"{name} ({_as_typed(a)}, not {_as_typed(b)})" for name, a, b in plain] + nested
+
+
+def _as_typed(value: Any) -> str:
+    """A value as the command line has it: several with blanks between them."""
+    if isinstance(value, tuple | list):
+        return " ".join(map(str, value)) or "none"
+    return str(value)
 
 
 def from_values(cls: type[Config], values: Any, place: str) -> Config:

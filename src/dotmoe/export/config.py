@@ -18,14 +18,14 @@ FORMAT_NAMES = (
 """Formats that Transformers loads, in order of preference; `dotmoe.export.architectures` has them.
 """
 GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
-"""`gguf` selects the first of the next two that can hold the model; `gguf_dense`, the dense model,
-is for measurements, and no help or message names it."""
+"""`gguf` selects the first of the next two that can hold the model; `gguf_dense` is the dense model
+itself, to measure beside it."""
 
 
 def require_format(name: str) -> None:
     """Raise a `UserError` if there is no format of this name."""
-    names = ("auto", *FORMAT_NAMES, *GGUF_NAMES[:-1])
-    if name not in names and name not in GGUF_NAMES:
+    names = ("auto", *FORMAT_NAMES, *GGUF_NAMES)
+    if name not in names:
         raise UserError(
             f"export format is {name!r}, which dotmoe cannot write. "
             f"Formats: {', '.join(names)}.{nearest(name, names)}"
@@ -41,7 +41,8 @@ class ExportConfig:
     granitemoe, flex_olmo, or auto: the first of these that can hold the model in its whole context.
     Experts made of heads, and families whose decoder no stock MoE has, need format dotmoe, which
     Transformers and vLLM's Transformers backend run, with code that the export contains.
-    From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama."""
+    From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama, and gguf_dense,
+    the dense model itself."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the written weights. `source` keeps every dense tensor's own dtype, but writes
     float16 as float32, since float16 cannot hold scaled routers; bfloat16 rounds such weights."""

@@ -157,9 +157,15 @@ class EvaluateConfig:
         """Refuse no measurement, one without what it needs, and a file as `out`."""
         if self.generate and not self.prompts:
             raise UserError("--generate has nothing to continue. Give --prompts.")
-        needs_text = self.fidelity or self.curve is not None or not (self.tasks or self.generate)
-        if needs_text and not self.corpus.text:
-            raise UserError("--text names no file; only --tasks and --generate need none.")
+        reads = self.fidelity or self.curve is not None
+        if reads and not self.corpus.text:
+            option = "--fidelity" if self.fidelity else "--curve"
+            raise UserError(f"{option} reads text, but --text names no file. Give --text FILE.")
+        if not (self.corpus.text or self.tasks or self.generate):
+            raise UserError(
+                "there is nothing to measure. Give --text FILE, --tasks NAME, or --generate N with "
+                "--prompts TEXT."
+            )
         if self.curve is not None and self.against:
             raise UserError(
                 f"--curve measures MODEL alone, but --against names {self.against}. Leave it out."

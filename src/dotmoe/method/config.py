@@ -32,7 +32,7 @@ class ExpertsConfig:
     """Instead of `active`, how much to keep of a chat model: the share of the tokens of held-out
     own answers at which the converted model has the dense model's most likely token, such as 0.9.
     The smallest share of the experts that keeps so much, in eighths, is tried, chosen, converted
-    and measured."""
+    and measured. For `dotmoe convert` alone."""
     shared: Annotated[float | None, at_least(0), at_most(1)] = None
     """Share of the FFN that runs for every token, as one shared expert. That share of the experts
     is taken from the active ones and merged; at least one active expert must remain. Default: half
@@ -134,7 +134,7 @@ class ObjectiveConfig:
     lr: Annotated[float, above(0)] = 5e-4
     """Peak learning rate of the alignment, of all parameters without a rate of their own."""
     lr_router: Annotated[float, at_least(0)] | None = None
-    """Peak learning rate of the routers; None: lr; 0: they stay as they are."""
+    """Peak learning rate of the routers; 0: they stay as they are. Default: lr."""
     weight_decay: Annotated[float, at_least(0)] = 1e-4
     """AdamW weight decay."""
     warmup_ratio: Annotated[float, between(0, 1)] = 0.2
@@ -227,8 +227,8 @@ class FinetuneConfig(ObjectiveConfig):
     batch_size: Annotated[int, at_least(1)] = 128
     """Sequences per step of the finetuning, over all ranks, which share them equally."""
     lr: Annotated[float, above(0)] | None = 5e-5  # type: ignore[assignment]
-    """Peak learning rate of the finetuning (of routers: `lr_router`). None: 0.2 % of the root mean
-    square of the model's matrices (4e-4 for SmolLM2, 4e-5 for Qwen2.5), for adapters 4e-4."""
+    """Peak learning rate of the finetuning (of routers: `lr_router`). Default: 0.2 % of the root
+    mean square of the model's matrices (4e-4 for SmolLM2, 4e-5 for Qwen2.5), for adapters 4e-4."""
     warmup_ratio: Annotated[float, between(0, 1)] = 0.1
     kl_weight: Annotated[float, at_least(0)] = 0.0
     """Weight of KL(dense || MoE) of the finetuning, distillation from the dense model; 0: none, as

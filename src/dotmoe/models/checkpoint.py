@@ -187,9 +187,12 @@ def stored_config(folder: Path) -> Values:
         raise UserError(f"{folder} holds no config.json. Name a model folder or a finished run.")
     values = read_json(path)
     if not values.get("model_type"):
-        is_run = (folder / "manifest.json").is_file()
-        what = "is of a dotmoe run, not of a model" if is_run else "names no model_type"
-        raise UserError(f"{path} {what}. Name the folder of a model.")
+        if (folder / "manifest.json").is_file():
+            raise UserError(
+                f"{folder} is a dotmoe run, not a model. Name its 5_export, the model; if it has "
+                "none yet, repeat its command, which finishes it."
+            )
+        raise UserError(f"{path} names no model_type. Name the folder of a model.")
     require_layers(values, path)
     return values
 

@@ -151,6 +151,8 @@ class CompareConfig(RunConfig):
     """Training steps of `disp_llm`, on the same batches as an alignment."""
     other_text: Annotated[tuple[str, ...], Shown("SOURCE")] = ()
     """Files of another domain to measure every row on too, up to `eval_tokens` tokens."""
+    eval_text: Annotated[tuple[str, ...], Shown("SOURCE")] = ()
+    """Files to measure every row on, up to `eval_tokens` tokens. A comparison needs them."""
     finetune_steps: Annotated[int, at_least(0)] = 0
     """Steps of finetuning all weights after every conversion, on the same batches for all, from the
     repaired weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
@@ -160,6 +162,14 @@ class CompareConfig(RunConfig):
     """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
     `seed` alone."""
     method: Annotated[Literal["dot_moe"], HIDDEN] = "dot_moe"
+
+    def check_together(self) -> None:
+        """Refuse a method or a seed that is named twice."""
+        for name in ("methods", "seeds"):
+            values = getattr(self, name)
+            twice = next((each for each in values if values.count(each) > 1), None)
+            if twice is not None:
+                raise UserError(f"{name} names {twice} twice. Name each once.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from dotmoe import __version__
 from dotmoe.common.distributed import broadcast_from_rank_zero, raise_on_all_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import (
+    LOCK,
     DamagedError,
     checksums,
     damage_in,
@@ -70,7 +71,9 @@ _CHANGED = {
 }
 """What is said of an input of a run that is not the recorded one, by its name in the manifest."""
 
-_MANIFEST, _CONFIG, _LOCK, _CHECKPOINTS = "manifest.json", "config.json", ".lock", "checkpoints"
+_MANIFEST, _CONFIG, _CHECKPOINTS = "manifest.json", "config.json", "checkpoints"
+_SHOWN = 5
+"""Options of another run that are named; the others are counted."""
 _PROGRESS = ("metrics.jsonl", _CHECKPOINTS)
 """Names that an unfinished stage resumes from, together with `*.parts`."""
 
@@ -156,7 +159,7 @@ class RunFolder:
     def alone(self) -> AbstractContextManager[None]:
         """A lock against other processes; the system releases it however this process ends."""
         return locked(
-            self.path / _LOCK,
+            self.path / LOCK,
             f"{self.path} is in use by another dotmoe process. Wait for it, or choose "
             "another folder.",
         )
@@ -281,10 +284,12 @@ class RunFolder:
     def _require_usable(self, config: Any) -> None:
         if self.exists:
             if others := differences(identity(self.config(type(config))), identity(config)):
+                named = ", ".join(others[:_SHOWN])
+                if len(others) > _SHOWN:
+                    named += f" and {len(others) - _SHOWN} more"
                 raise UserError(
-                    f"{self.path} holds a run with another config: {', '.join(others)}. Choose "
-                    f"another folder, repeat that run with --config {self.path / _CONFIG}, or "
-                    "delete the folder."
+                    f"{self.path} holds a run with other options: {named}. Choose another folder, "
+                    f"go on with that run by --config {self.path / _CONFIG}, or delete the folder."
                 )
             return
         self.require_place()
@@ -311,7 +316,7 @@ class RunFolder:
         items = (item for folder in folders for item in folder.glob("*"))
         if (self.exists and self.manifest["stages"]) or any(map(_is_progress, items)):
             return
-        for path in (*folders, *(self.path / name for name in (_MANIFEST, _CONFIG, _LOCK))):
+        for path in (*folders, *(self.path / name for name in (_MANIFEST, _CONFIG, LOCK))):
             remove(path)
         with suppress(OSError):
             self.path.rmdir()
@@ -330,7 +335,7 @@ def _is_filled(path: Path) -> bool:
 def _is_left_at_a_start(path: Path) -> bool:
     """Whether this is there before a run begins, or left by a process that was killed then."""
     is_partial = path.name.startswith(f".{_MANIFEST}.") and path.suffix == ".partial"
-    return path.name in (_LOCK, INPUTS) or is_partial
+    return path.name in (LOCK, INPUTS) or is_partial
 
 
 def _is_progress(path: Path) -> bool:

@@ -117,7 +117,7 @@ def _require_fields(row: Mapping[str, Any], place: str) -> None:
             "messages, or name the field to read as text: SOURCE#content."
         )
     if not is_alpaca and not asks and not any(name in row for name in usual):
-        wanted = f"any of {', '.join(usual)}, {PROMPT}, nor {INSTRUCTION} and {OUTPUT}"
+        wanted = f"of {', '.join(usual)}, {PROMPT}, nor {INSTRUCTION} and {OUTPUT}"
         raise _no_field(row, place, wanted)
 
 

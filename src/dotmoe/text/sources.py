@@ -15,7 +15,7 @@ from typing import Any, Literal
 from dotmoe.common.errors import UserError, nearest, one_line
 from dotmoe.common.files import sha256_of
 from dotmoe.text.config import DataConfig
-from dotmoe.text.files import COMPRESSIONS, FORMATS, documents_in, reader_of
+from dotmoe.text.files import COMPRESSIONS, FORMATS, documents_in, reader_of, suffix_of
 from dotmoe.text.folders import FolderData, data_of_folder, files_below, is_saved
 from dotmoe.text.rows import RowReader
 
@@ -71,6 +71,12 @@ def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
         raise UserError(
             f"{', '.join(config.data)} is a mix, which is for training. Name files or a data set."
         )
+    for source in config.data:
+        if means(source, SELF) or means(source, PROMPTS):
+            raise UserError(
+                f"{source} asks the model to write, which is text to fit to. Name files to measure "
+                f"on; a file or folder of this name is ./{source}."
+            )
     names = [name for name, _ in sources_of(config)]
     return chain.from_iterable([opened(name, config, tokenizer) for name in names])
 
@@ -112,6 +118,8 @@ def opened(
     path = Path(os.path.expanduser(name))
     if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
         raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
+    if field and os.path.isfile(path) and suffix_of(path) in (".txt", ".md"):
+        raise UserError(f"{source} names the field {field}, but {name} has none. Name it alone.")
     rows = RowReader(source, field or None, tokenizer, answered)
     data = _local_data(path, split, field)
     is_read_here = name in (STDLIB, STDLIB_HELDOUT) or (data and not data.by_datasets)
@@ -229,8 +237,9 @@ def _dataset_rows(
         raise
     except Exception as error:  # of any type, those of the network and of parsers among them
         cause = one_line(error)[:200].rstrip(".") or type(error).__name__
+        place = "" if _is_there(source) else " is no local file, and"
         raise UserError(
-            f"{source} ({split}) cannot be read by datasets: {cause}. Check its name, its "
+            f"{source} ({split}){place} cannot be read by datasets: {cause}. Check its name, its "
             "configuration and split. The hub needs the network, and HF_HUB_OFFLINE unset."
         ) from error
 
