@@ -19,17 +19,25 @@ FRONT_PAGE = (
 """Rows on the front page, without their shares."""
 
 
-def quality(row: Any) -> dict[str, str | None]:
-    """What a row keeps, by the headings of the table."""
-    measures = row["measures"]
+def on_answers(row: Any) -> dict[str, str | None]:
+    """What a row keeps of the dense model's answers, by the headings of the table."""
+    answers = row["measures"].get("answers", {})
     cells: dict[str, str | None] = {}
     for kind, heading in ANSWERS.items():
-        found = measures.get("answers", {}).get(kind)
+        found = answers.get(kind)
         cells[heading] = found and with_error(found["kl"], found["kl_stderr"], ".3f")
-    others = measures.get("answers", {}).get("others")
-    cells["top-1, %"] = others and f"{100 * others['top1']:.1f}"
-    cells["answers that end, %"] = others and _ends(others)
-    cells["with penalty 1.1, %"] = others and _ends(others.get("with_penalty"))
+    others = answers.get("others")
+    if others:
+        cells["same token, %"] = _in_percent(others["top1"], others.get("top1_stderr"), ".1f")
+        cells["answers that end, %"] = _ends(others, others["answers"])
+        cells["with penalty 1.1, %"] = _ends(others.get("with_penalty"), others["answers"])
+    return cells
+
+
+def on_texts(row: Any) -> dict[str, str | None]:
+    """What a row keeps on texts and tasks, by the headings of the table."""
+    measures = row["measures"]
+    cells: dict[str, str | None] = {}
     for name, heading in TEXTS.items():
         cells[heading] = _times_dense(row, name)
     for name, heading in TASKS.items():
@@ -58,12 +66,17 @@ def with_error(value: float, stderr: float | None, form: str) -> str:
     return f"{value:{form}}" if stderr is None else f"{value:{form}} ± {stderr:{form}}"
 
 
-def _ends(found: Mapping[str, Any] | None) -> str | None:
-    """Answers that end; the error is that of the difference to the dense model's as it answered."""
+def _in_percent(share: float, stderr: float | None, form: str) -> str:
+    """A share and its standard error, if it has one."""
+    return with_error(100 * share, None if stderr is None else 100 * stderr, form)
+
+
+def _ends(found: Mapping[str, Any] | None, questions: int) -> str | None:
+    """The share of so many questions that are answered to an end."""
     if found is None:
         return None
-    error = found["more_unfinished_stderr"]
-    return with_error(100 * found["ended"], None if error is None else 100 * error, ".0f")
+    share = found["ended"]
+    return _in_percent(share, math.sqrt(share * (1 - share) / questions), ".0f")
 
 
 def _times_dense(row: Any, text: str) -> str | None:
@@ -95,21 +108,24 @@ def _score(found: Mapping[str, Any] | None) -> str | None:
     return with_error(100 * mean["value"], None if error is None else 100 * error, ".1f")
 
 
-def front_page(records: Sequence[Any], tabled: Callable[..., str]) -> str:
-    """What rows of several campaigns keep, in one table; the dense model's scores stand beside."""
+def front_page(records: Mapping[str, Any], tabled: Callable[..., str]) -> str:
+    """What rows of several campaigns keep, in one table; the dense model's scores stand beside.
+
+    `records` are results by their files, to which the table links.
+    """
     rows = [
-        (record, row)
-        for record in records
+        (record | {"file": file}, row)
+        for file, record in records.items()
         for row in record["rows"]
         if row["is_made"] and _without_share(row) in FRONT_PAGE
     ]
     columns: dict[str, Cell] = {
-        "model": lambda row: row[0]["model"]["title"],
+        "model": lambda row: f"[{row[0]['model']['title']}]({row[0]['file']})",
         "FFN active": lambda row: _share(row[1]),
         "method": lambda row: row[1]["what"],
-        "same token, %": lambda row: quality(row[1])["top-1, %"],
-        "KL": lambda row: quality(row[1])[ANSWERS["others"]],
-        "WikiText-2": lambda row: quality(row[1])["WikiText-2"],
+        "same token, %": lambda row: on_answers(row[1]).get("same token, %"),
+        "KL": lambda row: on_answers(row[1])[ANSWERS["others"]],
+        "WikiText-2": lambda row: on_texts(row[1])["WikiText-2"],
     }
     for name, heading in TASKS.items():
         if any(name in row["measures"] for _, row in rows):
@@ -139,7 +155,7 @@ def _score_beside_dense(task: str, found: tuple[Any, Any]) -> str | None:
 def tables(record: Any, tabled: Callable[..., str]) -> str:
     """The tables of a campaign as Markdown, made by `tabled`, and what was not measured."""
     rows = [row for row in record["rows"] if row["is_made"]]
-    parts = [_table(rows, make, tabled) for make in (quality, cost)]
+    parts = [_table(rows, make, tabled) for make in (on_answers, on_texts, cost)]
     return "\n\n".join([*parts, not_measured(record)])
 
 
@@ -162,16 +178,20 @@ def _table(
 def not_measured(record: Any) -> str:
     """Rows that are not made and measures that no row has, each with the reason."""
     said = []
+    left_out = dict[str, list[Any]]()
     for row in record["rows"]:
         if not row["is_made"]:
-            hours = f"{row['expected_hours']:.1f} h expected"
-            said.append(f"- row `{row['name']}`: {row['why_not_made']} ({hours})")
+            left_out.setdefault(row["why_not_made"], []).append(row)
+    for reason, rows in left_out.items():
+        names = ", ".join(f"`{row['name']}`" for row in rows)
+        hours = sum(row["expected_hours"] for row in rows)
+        said.append(f"- rows, {reason}, {hours:.1f} h expected: {names}")
     reasons = dict[str, list[str]]()
     for row in record["rows"]:
         if row["is_made"]:
             for measure, why in row["not_measured"].items():
                 reasons.setdefault(f"{measure}: {why}", []).append(row["name"])
-    for reason, names in reasons.items():
-        rows = f"of {len(names)} rows" if len(names) > 3 else f"of {', '.join(names)}"
-        said.append(f"- {reason} ({rows})")
+    for reason, without in reasons.items():
+        of_rows = f"of {len(without)} rows" if len(without) > 3 else f"of {', '.join(without)}"
+        said.append(f"- {reason} ({of_rows})")
     return "\n".join(["Not measured:", "", *said]) if said else "All rows and measures are there."

@@ -75,7 +75,7 @@ def figure() -> Figure:
 def campaigns() -> list[tuple[str, list[tuple[str, float, float]]]]:
     """Of each campaign its model's title, and name, KL and its error of each row on own answers."""
     panels = []
-    for record in campaign_records():
+    for record in campaign_records().values():
         points = []
         for row in record["rows"]:
             others = row["measures"].get("answers", {}).get("others")

@@ -29,8 +29,8 @@ class DataConfig:
     such files; folders written by `save_to_disk`; `python-stdlib` (the source files of
     this Python's standard library) or `python-stdlib-heldout` (the sixteenth of them that is held
     out); data sets of the `datasets` library, streamed (`allenai/c4:en`: the configuration follows
-    the colon); `dolmino` (the paper's mix, from the hub). The model answers `prompts` (some
-    hundred of this package), `self` (the user's turns are its own too; a base model continues from
+    the colon); `dolmino` (the paper's mix, from the hub). The model answers `prompts` (300
+    of this package), `self` (the user's turns are its own too; a base model continues from
     nothing), and rows of local files that ask: a chat that ends with the user's turn, or a field
     `prompt`. Default: prompts and self.
     `SOURCE@SPLIT#FIELD` sets the split of a `datasets` source or folder (train) and the field of a
