@@ -985,7 +985,10 @@ def kept_of_results() -> str:
 @part
 def decoding() -> str:
     """How fast a conversion decodes in llama.cpp."""
-    return f"{_decoding_of_qwen()} times as fast as dense."
+    return (
+        "In llama.cpp, with 8 bits and one thread, Qwen2.5-Coder-0.5B with half of its FFN decodes "
+        f"{_decoding_of_qwen()} times as fast as dense."
+    )
 
 
 def campaign_records() -> dict[str, Any]:

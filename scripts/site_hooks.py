@@ -17,7 +17,7 @@ from mkdocs.structure.files import File
 from dotmoe.cli import COMMANDS, run
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"(?<=\]\()(?!\w+:)[^)#\s]+|(?<=src=\")[^\"]+\.svg")
+LINK = re.compile(r"(?<=\]\()(?!\w+:)[^)#\s]+|(?<=src=\"|set=\")[^\"]+\.svg")
 COMMANDS_GO_HERE = "<!-- commands -->"
 CODE_COLUMNS = 84
 """Characters of a line of code that fit into the site; see site.css."""
@@ -68,7 +68,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     def both(picture: re.Match[str]) -> str:
         light, alt = re.findall(r'(?:src|alt)="([^"]+)"', picture[0])
         dark = light.replace(".svg", "-dark.svg")
-        return f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)"
+        narrow = light.replace(".svg", "-narrow.svg")
+        narrow_dark = light.replace(".svg", "-narrow-dark.svg")
+        if narrow not in picture[0]:
+            return f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)"
+        of_phones = {f"{light}#only-light": narrow, f"{dark}#only-dark": narrow_dark}
+        return "\n".join(
+            f'<picture><source media="(max-width: 600px)" srcset="{small}">'
+            f'<img src="{wide}" alt="{alt}"></picture>'
+            for wide, small in of_phones.items()
+        )
 
     return LINK.sub(address, PICTURE.sub(both, markdown))
 
