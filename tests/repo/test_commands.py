@@ -42,7 +42,7 @@ OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text(enc
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TAKES_LONG = [
     *("dotmoe.convert", "dotmoe.finetune", "dotmoe.measure.analyse.analyse"),
-    *("dotmoe.pipeline.compare.compare", "transformers.AutoTokenizer.from_pretrained"),
+    *("dotmoe.compare", "transformers.AutoTokenizer.from_pretrained"),
     "transformers.AutoModelForCausalLM.from_pretrained",
 ]
 PLACEHOLDERS = {"NAME": "cmoe", "K": "3", "R": "2"}

@@ -371,4 +371,4 @@ def text_names(result: Values) -> str:
 
 
 def _protocol(result: Values) -> str:
-    return f"Text: {', '.join(result['text'])}. {result['protocol']}"
+    return f"Text: {text_names(result)}. {result['protocol']}"

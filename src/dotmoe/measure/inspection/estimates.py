@@ -41,15 +41,20 @@ from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig
 from dotmoe.run.defaults import default_sources, splits_for, with_defaults
+from dotmoe.text.tokenise import require_sources
 
 AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
 
 def plan_of(config: InspectConfig) -> dict[str, Any]:
-    """The plan of a conversion of the model that the config names, see `inspect_model`."""
+    """The plan of a conversion of the model that the config names, see `inspect_model`.
+
+    Raises a `UserError` also for sources of text that do not exist, though their text is not read.
+    """
     dense, folder = dense_config(config.model)
     stored, is_chat = stored_dtype(dense, folder), states_chats(folder)
+    require_sources(_with_sources(config, is_chat=is_chat).data, config.eval_text)
     plan = inspect_model(dense, config, stored=stored, is_chat=is_chat)
     return {"model": config.model, **plan}
 
