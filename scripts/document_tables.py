@@ -530,8 +530,9 @@ def one_gpu(model: str) -> str:
     _, ours, papers = on_one_gpu(model)
     return (
         f"For {model} on one H100, `dotmoe inspect` estimates {in_about(ours['memory'])} of GPU "
-        f"memory and minutes. For the paper's recipe it estimates {in_about(papers['memory'])} and "
-        f"{about(sum(papers['took'].values()))}. Neither was measured."
+        f"memory and {about(sum(ours['took'].values()))}. For the paper's recipe it estimates "
+        f"{in_about(papers['memory'])} and {about(sum(papers['took'].values()))}. Neither was "
+        "measured."
     )
 
 
