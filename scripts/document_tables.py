@@ -427,9 +427,9 @@ def tutorial(step: str) -> str:
 def sizes() -> str:
     """What half of the FFN costs models of four sizes by default, and the speed where measured."""
     rows = [
-        ("Qwen2.5-Coder 0.5B", *_qwen_by_default(), _decoding_of_qwen()),
-        ("Gemma 3 270M", *_gemma_by_default(), None),
-        ("SmolLM2 135M", *_smollm2_by_default(), _decoding_of_smollm2()),
+        ("Qwen2.5-Coder 0.5B", *qwen_by_default(), _decoding_of_qwen()),
+        ("Gemma 3 270M", *gemma_by_default(), None),
+        ("SmolLM2 135M", *smollm2_by_default(), _decoding_of_smollm2()),
         ("embedded 3M", *_embedded_by_default(), None),
     ]
     files = ["first_contact_avx2", "gemma3_270m", "smollm2_bare", "quickstart"]
@@ -446,11 +446,13 @@ def sizes() -> str:
     return tabled(linked, columns)
 
 
-def _qwen_by_default() -> tuple[str, str]:
+def qwen_by_default() -> tuple[str, str]:
+    """Perplexity of Qwen2.5-Coder-0.5B on books and WikiText-2, times dense."""
     return _on_books_and_wiki(load("results/first_contact_avx2.json").rows[1].texts)
 
 
-def _smollm2_by_default() -> tuple[str, str]:
+def smollm2_by_default() -> tuple[str, str]:
+    """Perplexity of SmolLM2-135M on books and WikiText-2, times dense."""
     return _on_books_and_wiki(load("results/smollm2_bare.json").rows[0].texts)
 
 
@@ -462,7 +464,8 @@ def _on_books_and_wiki(texts: Any) -> tuple[str, str]:
     )
 
 
-def _gemma_by_default() -> tuple[str, str]:
+def gemma_by_default() -> tuple[str, str]:
+    """Perplexity of Gemma 3 270M on books and WikiText-2, times dense."""
     books, _, wiki = load("results/gemma3_270m.json").rows
     return (
         above_dense(books.repaired, books.dense),

@@ -1,22 +1,37 @@
 """Draw the pictures of results from the JSON files, as SVG for light and dark pages.
 
-python scripts/draw_results.py      # writes docs/figures/{loss,kept}.svg and {loss,kept}-dark.svg
+python scripts/draw_results.py      # writes docs/figures/{loss,kept,size,speed}{,-dark}.svg
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from document_tables import ROOT, campaign_records, compared, load
+from document_tables import (
+    ROOT,
+    campaign_records,
+    compared,
+    gemma_by_default,
+    load,
+    qwen_by_default,
+    smollm2_by_default,
+)
 from dotmoe.common.tables import percent
 
 INK = {"": "#1f2328", "-dark": "#e6e9ed"}
 """Colour of text and axes, by the end of the file's name."""
 COLOURS = {"frozen": "#808890", "repaired": "#0072b2", "finetuned": "#009e73", "other": "#d55e00"}
+SIZES: list[tuple[str, int, Callable[[], tuple[str, str]]]] = [
+    ("SmolLM2", 135, smollm2_by_default),
+    ("Gemma 3", 270, gemma_by_default),
+    ("Qwen2.5-Coder", 494, qwen_by_default),
+]
+"""Models of the table of sizes: millions of parameters, and their loss on books and WikiText-2."""
 Points = dict[str, list[tuple[float, float]]]
 """Share of the FFN active in percent, and perplexity times dense, by series."""
 
@@ -102,7 +117,65 @@ def kept() -> Figure:
     return drawn
 
 
-FIGURES = {"loss": figure, "kept": kept}
+def losses_by_size() -> list[tuple[str, float, float, float]]:
+    """Of each model of the table of sizes its name, millions of parameters, loss and its error."""
+    found = list[tuple[str, float, float, float]]()
+    for name, millions, measured in SIZES:
+        for text, cell in zip(("books", "WikiText-2"), measured(), strict=True):
+            times, _, error = cell.partition(" ± ")
+            found.append((f"{name}, {text}", millions, float(times), float(error)))
+    return found
+
+
+def size() -> Figure:
+    """Loss of perplexity with half of the FFN active, by the size of the model."""
+    drawn = Figure(figsize=(7.2, 3.0), layout="constrained")
+    axes = drawn.subplots()
+    for text, colour in (("books", COLOURS["repaired"]), ("WikiText-2", COLOURS["other"])):
+        points = [each for each in losses_by_size() if each[0].endswith(text)]
+        _, sizes, times, errors = zip(*points, strict=True)
+        axes.errorbar(sizes, times, yerr=errors, fmt="o", color=colour, capsize=3, label=text)
+    for name, millions, *_ in SIZES:
+        axes.annotate(name, (millions, 1.0), ha="center", va="bottom", fontsize=8)
+    axes.set(xlabel="parameters, millions", ylabel="perplexity, times dense", xscale="log")
+    axes.set(ylim=(0.98, 2), xlim=(100, 700))
+    axes.set_xticks([135, 270, 500], ["135", "270", "500"])
+    axes.minorticks_off()
+    axes.legend()
+    return drawn
+
+
+def speeds() -> dict[str, list[tuple[int, float]]]:
+    """Of each runtime the batch sizes, and its speed of decoding relative to dense."""
+    cases = load("results/serving_speed.json").cases
+    return {
+        name.split(",")[0]: [
+            (point.point.batch, point.speed_ratio)
+            for point in case.points
+            if point.point.name == "decode"
+        ]
+        for name, case in cases.items()
+        if name.endswith(" 8")
+    }
+
+
+def speed() -> Figure:
+    """Speed of decoding relative to dense, by batch size."""
+    drawn = Figure(figsize=(7.2, 3.0), layout="constrained")
+    axes = drawn.subplots()
+    for name, line in speeds().items():
+        batches, ratios = zip(*line, strict=True)
+        axes.plot(batches, ratios, marker="o", label=name)
+    axes.axhline(1.0, color=COLOURS["frozen"], linestyle=":")
+    axes.set(xlabel="sequences at once", ylabel="tokens per second, times dense", xscale="log")
+    axes.set_xticks([1, 4, 16], ["1", "4", "16"])
+    axes.minorticks_off()
+    axes.set(ylim=(0, None))
+    axes.legend()
+    return drawn
+
+
+FIGURES = {"loss": figure, "kept": kept, "size": size, "speed": speed}
 """Pictures by the names of their files."""
 
 

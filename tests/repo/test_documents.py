@@ -203,6 +203,21 @@ def test_the_picture_of_what_is_kept_has_the_rows_of_the_campaigns():
         assert all(f"<!-- {name} -->" in text for _, p in pictures.campaigns() for name, *_ in p)
 
 
+def test_the_pictures_of_sizes_and_speeds_have_the_numbers_of_the_tables():
+    for name, millions, times, error in pictures.losses_by_size():
+        assert f"{times:.2f} ± {error:.2f}" in tables.sizes(), name
+        assert 100 < millions < 1_000
+    assert len(pictures.size().axes[0].containers) == 2
+    for name, line in pictures.speeds().items():
+        (row,) = [row for row in tables.serving_speed().splitlines() if f"| {name} |" in row]
+        assert all(f" {ratio:.2f} (" in row for _, ratio in line)
+    labels = {line.get_label() for line in pictures.speed().axes[0].lines}
+    assert labels >= {*pictures.speeds()}
+    for name in pictures.FIGURES:
+        for end in ("", "-dark"):
+            ElementTree.parse(ROOT / f"docs/figures/{name}{end}.svg")
+
+
 def test_the_citation_of_the_front_page_is_that_of_the_citation_file():
     cited = (ROOT / "CITATION.cff").read_text()
     bibtex = README.split("```bibtex")[1].split("```")[0]
