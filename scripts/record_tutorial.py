@@ -25,8 +25,8 @@ from dotmoe.run.folder import provenance
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs/tutorial.md", ROOT / "results/tutorial.json"
 THREADS = "1"
-WIDTH = "100"
-"""Columns of the terminal, so that tables fit the page."""
+WIDTH = "84"
+"""Columns of the terminal, as many as a line of code on the site has."""
 
 
 class Step(NamedTuple):
