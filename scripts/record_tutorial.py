@@ -74,9 +74,13 @@ def cloned(folder: Path) -> Path:
 
 
 def typed(command: str, clone: Path) -> dict[str, Any]:
-    """Run a command as a reader does whose environment is active; its times, status and output."""
+    """Run a command as a reader does whose environment is active; its times, status and output.
+
+    As on a reader's machine, no answers of the model are in the cache.
+    """
     path = f"{clone / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "COLUMNS": WIDTH, "OMP_NUM_THREADS": THREADS}
+    environment["XDG_CACHE_HOME"] = str(clone.with_name(f"{clone.name}.cache"))
     for name in ("PYTHONPATH", "VIRTUAL_ENV"):
         environment.pop(name, None)
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
