@@ -17,7 +17,7 @@ PAPER_EXPERT_SIZE = 128
 """Neurons in one expert (tab:hyperparams_moefication)."""
 DEFAULT_ACTIVE = 0.75
 """Share of the experts that run by default, half of them always: a chat model of 0.5B parameters
-still solves most of its programs with it, and few with half (docs/dev/decisions.md)."""
+solves two thirds of its programs with it, and far fewer with half (docs/dev/decisions.md)."""
 PAPER_HEADS, PAPER_ACTIVE_ATTENTION = 2, 0.5
 """The same for experts of query heads (sec:attention_moe, tab:attention_moe_results)."""
 FEWEST_DEFAULT_EXPERTS = (32, 16)
