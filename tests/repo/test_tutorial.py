@@ -1,6 +1,7 @@
 """The script that records the tutorial. Oracle: the page, read by eye into this file."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,8 @@ def test_only_what_the_page_shows_of_an_output_is_kept():
     assert record.shown(inspect, output) == " model  llama\n parameters"
     (install,) = (step for step in record.STEPS if step.name == "install")
     assert record.shown(install, output) is None
+
+
+def test_a_recorded_output_is_of_the_command_that_the_page_prints():
+    steps = json.loads((ROOT / "results/tutorial.json").read_text(encoding="utf-8"))["steps"]
+    assert {name: step["command"] for name, step in steps.items()} == record.commands(PAGE)
