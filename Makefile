@@ -41,11 +41,11 @@ SMOLLM2_SPLIT := --expert-size 32 --first-dense-layers 1 --seq-len 512
 
 # Little text and the refit alone, so that it ends soon; SMOLLM2_EFFORT= SMOLLM2_RUN=smollm2/longer
 # takes the default's text and training.
-SMOLLM2_EFFORT ?= $(if $(SMOLLM2_DATA),,--answer-tokens 8192) \
+SMOLLM2_EFFORT ?= $(if $(SMOLLM2_DATA),,--answer-tokens 8192) --heldout-answers 8 \
 	--calibration-tokens 4096 --repair-tokens 16384 --repair-epochs 0
 SMOLLM2_RUN ?= smollm2/run
 smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched, converted and asked (SMOLLM2_DATA=FILE)
-	@echo "This takes about 10 minutes of CPU time. Stopped, it goes on with the same command."
+	@echo "This takes some 20 minutes of CPU time. Stopped, it goes on with the same command."
 	@echo "More text and training, better and an hour or more: make smollm2 SMOLLM2_EFFORT= SMOLLM2_RUN=smollm2/longer"
 	$(BIN)/dotmoe convert $(SMOLLM2) $(SMOLLM2_RUN) --active 0.75 --shared 0.375 $(SMOLLM2_SPLIT) \
 		$(SMOLLM2_TEXT) --eval-tokens 2048 $(SMOLLM2_EFFORT)

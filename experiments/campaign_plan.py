@@ -168,10 +168,10 @@ def _tokens(row: Row) -> int:
 
 
 def _own_tokens(row: Row) -> int:
-    """Tokens of own answers that a conversion is fitted to."""
-    if row.by != "convert":
+    """Tokens of own answers that a conversion or a pruned model is fitted to."""
+    if row.by not in ("convert", "prune"):
         return 0
-    if "steps" in row.options:
+    if row.options.get("steps"):
         return _tokens(row)
     tokens: int = row.options.get("answer_tokens", 0)
     return tokens

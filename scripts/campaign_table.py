@@ -151,7 +151,10 @@ def _score_beside_dense(task: str, found: tuple[Any, Any]) -> str | None:
     record, row = found
     score = _score(row["measures"].get(task))
     dense = next(each for each in record["rows"] if each["name"] == "dense")
-    return score and f"{score} of {(_score(dense['measures'][task]) or '').partition(' ')[0]}"
+    of_dense = _score(dense["measures"].get(task))
+    if score is None or of_dense is None:
+        return score
+    return f"{score} of {of_dense.partition(' ')[0]}"
 
 
 def tables(record: Any, tabled: Callable[..., str]) -> str:

@@ -426,7 +426,7 @@ def tutorial(step: str) -> str:
 
 @part
 def sizes() -> str:
-    """What half of the FFN costs models of four sizes by default, and the speed where measured."""
+    """What half of the FFN costs models of four sizes, and the speed where measured."""
     rows = [
         ("Qwen2.5-Coder 0.5B", *qwen_by_default(), _decoding_of_qwen()),
         ("Gemma 3 270M", *gemma_by_default(), None),

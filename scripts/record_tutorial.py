@@ -5,7 +5,7 @@
 The commands are those that docs/tutorial.md prints, in its order. FOLDER is where the clone of this
 commit goes (default: a temporary folder); a clone that is there goes on from the first step
 that has not succeeded. A step's output is what it printed to stdout, from the first line that the
-page shows. Takes a quarter of an hour, a network for the packages and the model, and 6 GB of disk.
+page shows. Takes half an hour, a network for the packages and the model, and 6 GB of disk.
 """
 
 import json

@@ -119,6 +119,7 @@ def test_a_call_means_what_its_command_line_means(command, given, tmp_path):
         ({"recipe": "defalt"}, "Did you mean default?"),
         ({"data": 3}, "data is a int, but must be a source"),
         ({"data": datasets.DatasetDict()}, "Of a DatasetDict, name one split."),
+        ({"data": ""}, "'' names no source. Name a file"),
         ({"data": []}, "data has no rows. Give texts, or leave data out."),
         ({"data": iter(())}, "data has no rows."),
         ({"data": ["a.txt", "Once there was a cat."]}, "names of sources, such as 'a.txt', and"),

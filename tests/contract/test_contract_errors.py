@@ -116,6 +116,23 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["convert", "embedded", ""],
+        ["convert", "", "OUT"],
+        ["convert", "embedded", "OUT", "--data", ""],
+        ["evaluate", "embedded", "--text", ""],
+        ["evaluate", "embedded", "--against", "", "--tasks", "paper"],
+    ],
+)
+def test_an_empty_word_is_no_value(line, tmp_path, command, monkeypatch):
+    """It would mean this folder, or nothing."""
+    monkeypatch.chdir(tmp_path)
+    assert " is empty. Give it: " in command(*line).refusal()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _the_run_stays(finished):
     before = finished.contents()

@@ -131,6 +131,15 @@ def test_the_plan_has_each_row_with_each_measure_that_can_be_made(subject, monke
     assert "vllm is left out" in said
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_own_answers_are_counted_for_any_row_alone(name):
+    """Also for rows that train nothing, and whose batches are those of no training."""
+    counted = {row.name: campaign_plan._own_tokens(row) for row in rows_of(plans()[name])}
+    assert counted["refitted-50"] < counted["repaired-50"] == counted["static-repaired-50"]
+    assert counted["sparsegpt-2-4"] == counted["repaired-50"]
+    assert counted["paper-50"] > 0 == counted["finetuned-50"]
+
+
 def test_rows_are_named_by_patterns_and_bring_what_they_are_made_of(subject):
     made = campaign.Campaign(replace(subject, rows=("*finetuned-50",)))
     names = [row.name for row in made.rows]

@@ -309,8 +309,6 @@ def _config(
     if len(given.arguments) > len(places):
         raise UserError(_too_many(given.arguments[len(places)], words, options))
     for each, word in zip(places, given.arguments, strict=False):
-        if not word:
-            raise UserError(f"{each.typed} is empty. Give it: {each.help}")
         values[each.name] = each.value(word)
     for each in options:
         if each.name in given.options:

@@ -137,7 +137,8 @@ def message_of(error: Exception) -> str | None:
         in_text = re.search(r"os error (\d+)", str(cause))
         number = int(in_text[1]) if in_text else getattr(cause, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return f"the disk is full ({cause}). Free space, then run the same command again."
+            remedy = "Free space, then run the same command again."
+            return f"the disk is full ({_said_of(cause)}). {remedy}"
         if number in (errno.EACCES, errno.EPERM, errno.EROFS):
             return f"{_said_of(cause)}. Get permission, or choose another folder."
         if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):

@@ -113,6 +113,8 @@ class Option(NamedTuple):
         return values if self.takes_many else values[0]
 
     def _one(self, word: str) -> Any:
+        if not word and self.name != "prompts":  # a tokenizer may begin an empty prompt
+            raise UserError(f"{self.typed} is empty. Give it: {self.help}")
         for kind in self.kinds:
             if kind == word:
                 return word

@@ -116,10 +116,7 @@ def opened(
     """
     name, split, field = _split_name(source)
     path = Path(os.path.expanduser(name))
-    if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
-        raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
-    if field and os.path.isfile(path) and suffix_of(path) in (".txt", ".md"):
-        raise UserError(f"{source} names the field {field}, but {name} has none. Name it alone.")
+    _require_parts(source, path)
     rows = RowReader(source, field or None, tokenizer, answered)
     data = _local_data(path, split, field)
     is_read_here = name in (STDLIB, STDLIB_HELDOUT) or (data and not data.by_datasets)
@@ -143,6 +140,17 @@ def opened(
     files = data.files if data else []
     read = enumerate(_dataset_rows(name, files, split or _SPLIT, size, seed), start=1)
     return (rows.document(row, f"row {number} of {name}") for number, row in read)
+
+
+def _require_parts(source: str, path: Path) -> None:
+    """Refuse a source without a name, and a split or a field of what has none."""
+    name, split, field = _split_name(source)
+    if not name:
+        raise UserError(f"{source!r} names no source. Name a file; this folder is `.`.")
+    if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
+        raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
+    if field and os.path.isfile(path) and suffix_of(path) in (".txt", ".md"):
+        raise UserError(f"{source} names the field {field}, but {name} has none. Name it alone.")
 
 
 def local_files(source: str) -> list[Path]:
