@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 import dotmoe
 from campaign_measures import MEASURES, PYTHON_TEXT, Measure, Subject
 from campaign_plan import Expected, Line, measured_hours, probed, table
-from campaign_rows import MODELS, TINY, Amounts, Plan, Row, rows_of, with_sources
+from campaign_rows import MODELS, TINY, Plan, Row, rows_of, with_sources
 from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.errors import UserError, nearest, one_line
 from dotmoe.common.files import Values, alone_in, read_json, remove, write_json
@@ -110,7 +110,7 @@ class Campaign:
             raise UserError(f"give {settings.name} as a file or folder: --model PATH.")
         self.model: str = given
         self.folder = settings.folder or Path("campaign") / settings.name
-        self.amounts = TINY if settings.tiny else Amounts()
+        self.amounts = TINY if settings.tiny else about.amounts
         dense = describe_dense(self.model)
         if settings.tiny:
             short = {**about.split, "seq_len": TINY.finetune_seq_len}

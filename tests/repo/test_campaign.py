@@ -15,7 +15,7 @@ import campaign_table
 import document_tables
 import dotmoe
 from campaign_plan import Rates
-from campaign_rows import MODELS, Amounts, Plan, rows_of, with_sources
+from campaign_rows import MODELS, Plan, rows_of, with_sources
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
 from dotmoe.measure.inspection.planner import Accelerator
@@ -56,7 +56,7 @@ def subject(tiny_dense, tmp_path, monkeypatch):
 
 
 def plans():
-    return {name: Plan(model=model, amounts=Amounts(), **WIDTHS) for name, model in MODELS.items()}
+    return {name: Plan(model=model, amounts=model.amounts, **WIDTHS) for name, model in MODELS.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
