@@ -159,6 +159,8 @@ def words(*positional: Any, **options: Any) -> list[str]:
     line = [str(word) for word in positional]
     if "active_experts" in options:  # the share of a tiny run gives way
         options.pop("active", None)
+    if "repair" in options:  # so does what switches it off
+        options.pop("no_repair", None)
     for name, value in options.items():
         values = value if isinstance(value, (list, tuple)) else [value]
         line += [f"--{name.replace('_', '-')}", *map(str, values)]

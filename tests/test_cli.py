@@ -394,6 +394,10 @@ def test_python_refuses_options_without_effect_as_the_command_line_does():
         ("convert M OUT --steps", "--steps has no value"),
         ("convert M OUT --no-repair=1", "takes no value"),
         ("inspect M A B", "B is one word too many"),
+        ("convert M OUT --active 0.5 --active 0.75", r"--active is given twice. Give it once\."),
+        ("convert M OUT --data a --seed 1 --data=b", "--data .* twice. .* with all its values"),
+        ("convert M OUT --no-repair --repair", "--repair is given twice"),
+        ("convert M OUT --seq-len 8 --seq_len 9", "--seq-len is given twice"),
     ],
 )
 def test_a_wrong_word_is_refused_before_any_model_or_text_is_read(line, words, command):

@@ -227,6 +227,9 @@ def test_rows_that_windows_and_seeds_cannot_tell_apart_are_inconclusive():
     shown = table({"rows": [row for kind in kinds for row in rows(*kind)]})
     at, seeds = (shown.columns.index(name) for name in ("above the best", "seeds"))
     assert [line[seeds] for line in shown.rows] == [*[None] * 4, "0.110 to 0.300"]
+    assert "over windows and seeds;" in shown.note
+    of_one_seed = table({"rows": [row for kind in kinds[:4] for row in rows(*kind)]})
+    assert "over windows;" in of_one_seed.note
     stderr = np.std(noise, ddof=1) / 2
     assert {line[0]: line[at] for line in shown.rows} == {
         "dense": f"{-0.1:+.3f} ± 0.000",

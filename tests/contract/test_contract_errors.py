@@ -122,6 +122,7 @@ REFUSED = {
         ["convert", "embedded", ""],
         ["convert", "", "OUT"],
         ["convert", "embedded", "OUT", "--data", ""],
+        ["convert", "embedded", "OUT", "--config", ""],
         ["evaluate", "embedded", "--text", ""],
         ["evaluate", "embedded", "--against", "", "--tasks", "paper"],
     ],

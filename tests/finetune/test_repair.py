@@ -414,19 +414,19 @@ def test_frozen_repaired_and_finetuned_are_three_rows(finished, tmp_path, comman
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text_file, tmp_path):
-    repair = {"repair_tokens": 1000, "repair_epochs": 1}
+    repair = {"repair": [], "repair_tokens": 1000, "repair_epochs": 1}
     options = {**TINY_CONVERT, "data": text_file, "steps": 0, **repair}
     dense = tiny_dense("llama", num_hidden_layers=3)
     whole = TinyRun("convert", dense, tmp_path / "whole", options)
-    assert run([*whole.command(), "--repair"]) == 0
+    assert run(whole.command()) == 0
     killed = whole.at(tmp_path / "killed")
-    process = Forked([*killed.command(), "--repair"])
+    process = Forked(killed.command())
     finished = killed.folder / "4_repair/layers.parts/00000_ffn"
     assert process.kill_when(finished.exists), process.said()
     assert not (killed.folder / "4_repair/repair.json").exists()
     marked = json.loads((finished / "repair.json").read_text()) | {"heldout_error": 0.5}
     (finished / "repair.json").write_text(json.dumps(marked))
-    assert run([*killed.command(), "--repair"]) == 0
+    assert run(killed.command()) == 0
     assert killed.tensors() == whole.tensors()
     files = [each.folder / "4_repair/repair.json" for each in (killed, whole)]
     layers = [json.loads(file.read_text())["layers"] for file in files]

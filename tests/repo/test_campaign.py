@@ -56,7 +56,9 @@ def subject(tiny_dense, tmp_path, monkeypatch):
 
 
 def plans():
-    return {name: Plan(model=model, amounts=model.amounts, **WIDTHS) for name, model in MODELS.items()}
+    return {
+        name: Plan(model=model, amounts=model.amounts, **WIDTHS) for name, model in MODELS.items()
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,7 +6,7 @@ Nothing here imports PyTorch, which takes seconds to load.
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
@@ -168,9 +168,13 @@ def with_start(command: str, options: tuple[Option, ...]) -> tuple[Option, ...]:
 
 
 def _known(program: str, line: Sequence[str], options: Sequence[Option]) -> list[str]:
-    """The words of a line, options with dashes; refuses options that the program does not have."""
-    words = list[str]()
-    names = {*_HELP, *_names(options)}
+    """The words of a line, options with dashes.
+
+    Raises a `UserError` for an option that the program does not have, and for one given twice: only
+    one of its values would have an effect.
+    """
+    words, given = list[str](), set[str]()
+    names = {**_names(options), **{word: word for word in _HELP}}
     for word in line:
         option, equals, value = word.partition("=")
         option = option.replace("_", "-")
@@ -182,10 +186,20 @@ def _known(program: str, line: Sequence[str], options: Sequence[Option]) -> list
                 f"{option} is no option of {program}.{_hint(option, names) or ' Leave it out.'}"
             )
         words.append(option + equals + value)
+        name = names[option]
+        if name in given and name not in _HELP:
+            raise UserError(f"{name} is given twice. Give it once{_with_all(name, options)}.")
+        given.add(name)
     return words
 
 
-def _hint(option: str, names: set[str]) -> str:
+def _with_all(name: str, options: Sequence[Option]) -> str:
+    """What to say of an option of several values: `--data` is followed by all of them."""
+    takes_many = any(each.takes_many for each in options if each.typed == name)
+    return ", with all its values" if takes_many else ""
+
+
+def _hint(option: str, names: Iterable[str]) -> str:
     """The commands that have an option which this one lacks, or else its nearest one."""
     others = [f"dotmoe {each}" for each in COMMANDS if option in _names(command_options(each))]
     if others:
@@ -193,10 +207,10 @@ def _hint(option: str, names: set[str]) -> str:
     return nearest(option if option.startswith("--") else f"-{option}", names)
 
 
-def _names(options: Sequence[Option]) -> list[str]:
-    """Every option as it is typed."""
-    names = [each.typed for each in options if not each.is_argument]
-    return names + [f"--no-{each.typed[2:]}" for each in options if each.is_flag]
+def _names(options: Sequence[Option]) -> dict[str, str]:
+    """Every option by each way to type it: `--no-repair` is `--repair`."""
+    names = {each.typed: each.typed for each in options if not each.is_argument}
+    return names | {f"--no-{each.typed[2:]}": each.typed for each in options if each.is_flag}
 
 
 def _sorted(words: Sequence[str], options: Sequence[Option]) -> _Words:
@@ -235,8 +249,10 @@ def start_of(command: str, given: dict[str, Any]) -> Start:
         raise UserError("--recipe and --config both name a starting config. Give one of them.")
     start, unused = recipe_of(recipes, given.get("recipe")), list[str]()
     if "config" in given:
-        start = _config_in(Path(given["config"]), type(start))
-        edited = _edited(Path(given["config"]), start, recipes)
+        (option,) = [each for each in command_options(command) if each.name == "config"]
+        file = option.value(given["config"])
+        start = _config_in(file, type(start))
+        edited = _edited(file, start, recipes)
         unused = [name for name, _ in without_effect(start, edited)]
         if isinstance(start, RunConfig):  # its repair is the one that the time allowed
             _require_repair_of_time(given, start, edited)

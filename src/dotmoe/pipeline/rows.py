@@ -214,7 +214,8 @@ def _notes(summary: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     if other := summary.get("other_text"):
         notes.append(f"Other text, perplexity: {', '.join(other)}.")
     if dense.measured.window_losses:  # not in records of an earlier version
-        notes.append("±: one standard error, over windows and seeds; inconclusive: within two.")
+        over = "windows and seeds" if any(len(row.losses) > 1 for row in rows) else "windows"
+        notes.append(f"±: one standard error, over {over}; inconclusive: within two.")
     if any(row.kl_alike is not None for row in others):
         notes.append(
             "KL: from the dense model, in nats per token of its own held-out answers, to prompts "
