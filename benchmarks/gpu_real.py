@@ -19,6 +19,7 @@ from typing import Any
 
 from dotmoe.measure.evaluate.models import StockModel, loaded, model_folder
 from dotmoe.measure.evaluate.programs import passes
+from dotmoe.method.granularity import DEFAULT_ACTIVE
 from dotmoe.models.chat import asked as question_ids
 from dotmoe.models.chat import end_tokens, has_chats
 from dotmoe.models.config import LoadConfig
@@ -133,14 +134,14 @@ def tiny_options(task: str, given: tuple[object, ...], text: str | None) -> list
 def by_paper(part: Part, run: Any, subject: tuple[str, str], out: Path, steps: int) -> None:
     """The paper's alignment and finetuning on as many tokens of text as our finetuning reads.
 
-    Half of the experts run, as by our default; batches are smaller than the paper's 64 and 128.
+    As many neurons run as by our default; batches are smaller than the paper's 64 and 128.
     """
     model, text = subject
     aligned = max(1, round(ALIGNED_SHARE * steps))
     how = ["--recipe", "paper", "--batch-size", PAPER_BATCH, "--data", text, *DTYPE, "--steps"]
-    converted, half = out / "converted", ["--active", 0.5]
+    converted, share = out / "converted", ["--active", DEFAULT_ACTIVE]
     made = part.measure(
-        "paper, convert", partial(run, "convert", model, converted, *how, aligned, *half), most=60
+        "paper, convert", partial(run, "convert", model, converted, *how, aligned, *share), most=60
     )
     if made:
         tune = partial(run, "finetune", converted, out / "finetuned", *how, steps - aligned)

@@ -37,7 +37,7 @@ from dotmoe.method.config import (
     RepairConfig,
 )
 from dotmoe.method.finetuning import finetune
-from dotmoe.method.granularity import resolve
+from dotmoe.method.granularity import DEFAULT_ACTIVE, resolve
 from dotmoe.method.layout import extract
 from dotmoe.method.repair import repair, repair_tokens
 from dotmoe.models.config import LoadConfig
@@ -246,13 +246,15 @@ def exported_layer(subject: Subject) -> dict[str, Any]:
     dense = random_dense(shape, dtype=dtype, device=subject.device, seed=0)
     expert_size = subject.split.expert_size
     quarter = resolve(ExpertsConfig(expert_size=expert_size, active=0.25), shape.ffn_width)
-    default = resolve(
-        ExpertsConfig(expert_size=expert_size, active=0.5, shared=0.25), shape.ffn_width
+    default = ExpertsConfig(
+        expert_size=expert_size, active=DEFAULT_ACTIVE, shared=DEFAULT_ACTIVE / 2
     )
     models = {
         "dense": dense.model,
         "mixtral, a quarter": random_moe(dense, quarter, "mixtral"),
-        "glm4_moe, a half": random_moe(dense, default, "glm4_moe"),
+        "glm4_moe, three quarters": random_moe(
+            dense, resolve(default, shape.ffn_width), "glm4_moe"
+        ),
     }
     found: dict[str, Any] = {}
     for name, model in models.items():

@@ -111,21 +111,29 @@ def test_help_version_and_wrong_options_come_without_what_takes_seconds_to_impor
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (torch.OutOfMemoryError("GPU"), "--micro-batch-size"),
+        (torch.OutOfMemoryError("GPU"), "--micro-batch-size or --seq-len, or set"),
         (OSError(errno.ENOSPC, "No space"), "the disk is full"),
         (PermissionError(errno.EACCES, "no"), "Get permission"),
         (RuntimeError("I/O error (os error 28)"), "the disk is full"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
-        (MemoryError(), "out of memory (MemoryError). Lower"),
+        (MemoryError(), "out of memory (MemoryError). Lower --micro"),
         (FileExistsError(errno.EEXIST, "File exists", "a.txt"), "a.txt: File exists. Choose"),
         (PermissionError(errno.EACCES, "no", "run/.lock"), "run: no. Get permission"),
         (KeyError("a defect"), None),
     ],
 )
 def test_failures_of_the_machine_are_one_line_and_defects_are_not(error, words):
-    message = message_of(error)
+    message = message_of(error, "finetune")
     assert message is None if words is None else words in message
+
+
+@pytest.mark.parametrize("name", ["convert", "compare", "finetune", "evaluate"])
+def test_what_lowers_memory_are_options_of_the_command(name):
+    options = {each.typed for each in command_options(name)}
+    named = re.findall(r"--[a-z-]+[a-z]", message_of(MemoryError(), name))
+    assert named
+    assert set(named) <= options
 
 
 def test_a_reader_that_has_read_enough_is_no_failure_and_no_extra_is_needed():

@@ -1,19 +1,29 @@
 """Own answers. Oracles: the tokenizer's chat template, the model's argmax, a killed writer."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from dotmoe.models import chat
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import answers
-from dotmoe.text.answers import own_prompts, own_turns, question, read_answers, write_answers
+from dotmoe.text.answers import (
+    Question,
+    own_prompts,
+    own_turns,
+    question,
+    read_answers,
+    write_answers,
+    write_continuations,
+)
 
 CHATML = (
     "{% for m in messages %}<u>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<u>assistant:{% endif %}"
 )
 HOW = Sampling(temperature=0.0, new_tokens=6)
+DRAWN = Sampling(temperature=1.0, new_tokens=6)
 QUESTIONS = [question("One?", "a"), question("Two and three?", "b"), question("Four", "b")]
 
 
@@ -69,6 +79,54 @@ def test_a_stopped_writer_goes_on_after_what_it_wrote(speaker, tmp_path, monkeyp
     assert write_answers(speaker, QUESTIONS, path, HOW, seed=0) == whole
     assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
     assert not parts.exists()
+
+
+@pytest.mark.parametrize("kind", ["chats", "texts"])
+def test_what_a_stopped_writer_goes_on_with_is_what_it_would_have_written(
+    kind, speaker, tmp_path, monkeypatch
+):
+    """Drawn, not greedy: by number, whatever is written beside."""
+    monkeypatch.setattr(answers, "FREE", replace(DRAWN, rows=2))
+
+    def written(name):
+        if kind == "texts":
+            return write_continuations(speaker, 7, tmp_path / name, seed=3)
+        questions = [question(f"What is {number}?") for number in range(7)]
+        return write_answers(speaker, questions, tmp_path / name, replace(DRAWN, rows=2), seed=3)
+
+    whole, one_by_one = written("whole"), answers.continuations
+
+    def stopping(*arguments, **options):
+        for number, made in enumerate(one_by_one(*arguments, **options)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "continuations", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            written("stopped")
+    assert len((tmp_path / "stopped.parts").read_text().splitlines()) == 3
+    assert written("stopped") == whole
+    assert len({each.ids for each in whole}) > 1
+
+
+def test_a_chat_is_no_longer_than_its_room(speaker, tmp_path):
+    whole = write_answers(speaker, QUESTIONS, tmp_path / "whole", HOW, seed=0)
+    room = max(each.answer_start for each in whole) + 2
+    cut = write_answers(speaker, QUESTIONS, tmp_path / "cut", HOW, seed=0, room=room)
+    for short, long in zip(cut, whole, strict=True):
+        assert short.ids == long.ids[:room]
+        assert short.finished is (long.finished and len(long.ids) <= room)
+
+
+def test_bookkeeping_of_a_message_does_not_decide_what_is_held_out():
+    plain = [question(f"What is {number}?") for number in range(40)]
+    marked = [
+        Question(messages=({**each.messages[0], "id": number},))
+        for number, each in enumerate(plain)
+    ]
+    assert [each.is_held_out for each in marked] == [each.is_held_out for each in plain]
 
 
 def test_a_model_writes_turns_of_its_own_without_repeats(speaker):

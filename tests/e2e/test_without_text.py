@@ -11,6 +11,7 @@ from dotmoe.models.chat import has_chats, states_chats
 from dotmoe.models.load import describe_dense
 from dotmoe.text import answers, expected
 from dotmoe.text.answers import num_answer_tokens, num_chat_tokens, own_prompts, read_answers
+from dotmoe.text.tokenise import TokenisedText
 from runs import TINY_CONVERT, TinyRun, put_into, words
 
 pytestmark = pytest.mark.usefixtures("short_answers")
@@ -126,6 +127,63 @@ def test_rows_that_ask_are_answered_and_text_beside_them_has_half(speaker, tmp_p
     assert sum(each["tokens"] for each in texts) == pytest.approx(own["tokens"], rel=0.1)
 
 
+def asking_of(tmp_path, word="What", number=40, words=1):
+    """A file of rows that ask."""
+    file = tmp_path / "asking.jsonl"
+    texts = [f"{word} is {place}{' and' * words}?" for place in range(number)]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return file
+
+
+def test_rows_that_all_ask_are_fitted_to_alone_and_too_few_are_told(speaker, tmp_path):
+    asking = asking_of(tmp_path)
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS | {"data": asking}).made()
+    fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
+    assert num_chat_tokens(fitted) >= 800
+    assert not run.results()["text_notes"]
+    more = run.at(tmp_path / "more", answer_tokens=9_000).made()
+    (note,) = more.results()["text_notes"]
+    assert "of 9,000 tokens asked" in note
+
+
+def test_the_fit_reads_what_it_asks_for_beside_the_text_that_is_measured_on(speaker, tmp_path):
+    """Without --answer-tokens and --eval-text: one token in eight is kept out."""
+    options = {name: value for name, value in OPTIONS.items() if name != "answer_tokens"}
+    options |= {"calibration_tokens": 2_048, "eval_tokens": 32_768}
+    run = TinyRun("convert", speaker, tmp_path / "run", options).made()
+    text = TokenisedText.load(run.folder / "0_data")
+    assert text.training.num_tokens >= 2_048
+    share = text.heldout.num_tokens / (text.training.num_tokens + text.heldout.num_tokens)
+    assert 0.1 < share < 0.16
+
+
+def test_answers_to_questions_that_were_changed_are_not_kept(speaker, tmp_path, command):
+    asking, text = asking_of(tmp_path, "Old"), tmp_path / "text.txt"
+    text.write_text("too short")
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS | {"data": [asking, text]})
+    assert "too few for a block" in command(*run.command()).refusal()
+    asking_of(tmp_path, "New")
+    text.write_text("long enough now. " * 400)
+    assert command(*run.command()).status == 0
+    for name in ("fitted", "alike"):
+        chats = read_answers(run.folder / f"0_answers/{name}.jsonl")
+        assert {each.messages[0]["content"][:3] for each in chats} == {"New"}
+
+
+def test_questions_that_leave_no_room_are_left_out_and_said(speaker, tmp_path, text_file, command):
+    asking = asking_of(tmp_path)
+    long = json.dumps({"prompt": "Why " * 90})
+    asking.write_text(asking.read_text() + long + "\n")
+    options = OPTIONS | {"data": [asking, text_file]}
+    run = TinyRun("convert", speaker, tmp_path / "run", options)
+    assert "1 of 41 questions are left out" in " ".join(command(*run.command()).err.split())
+    fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
+    assert all(each.answer_start < len(each.ids) <= 64 for each in fitted)
+    asking.write_text(long)
+    other = run.at(tmp_path / "other")
+    assert "no question of" in command(*other.command()).refusal()
+
+
 def test_another_run_finds_the_answers_and_another_seed_does_not(speaker, tmp_path, monkeypatch):
     first = TinyRun("convert", speaker, tmp_path / "first", OPTIONS).made()
     again = first.at(tmp_path / "again", active=0.5)
@@ -223,7 +281,8 @@ def test_a_plan_says_what_a_base_model_writes(tiny_dense, tmp_path, command):
 
 
 def test_a_plan_says_what_a_chat_model_writes(speaker, tmp_path, command, monkeypatch):
-    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS).made()
+    roomy = OPTIONS | {"seq_len": 256}  # no question is too long
+    run = TinyRun("convert", speaker, tmp_path / "run", roomy).made()
     fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
     question = sum(each.answer_start for each in fitted) // len(fitted)
     monkeypatch.setattr(expected, "QUESTION_TOKENS", question)  # of this tokenizer

@@ -47,6 +47,14 @@ def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(dense):
     assert made == [free[: free.index(free[3])]]
 
 
+def test_a_token_that_the_model_names_as_an_end_is_one_too(dense):
+    """As of Gemma and Phi-3, whose turns end with another token than a text."""
+    free = argmaxed(dense.model, PROMPTS[0], 8, None)
+    dense.model.generation_config.eos_token_id = [dense.tokenizer.eos_token_id, free[2]]
+    made = generated(dense.model, dense.tokenizer, PROMPTS[:1], 8)
+    assert made == [free[: free.index(free[2])]]
+
+
 def test_samples_follow_the_tempered_softmax_and_repeat(dense):
     model, tokenizer, prompt = dense.model, dense.tokenizer, PROMPTS[0]
     made = generated(model, tokenizer, [prompt], 100, temperature=0.5)[0]

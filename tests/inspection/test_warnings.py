@@ -1,4 +1,6 @@
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,8 +8,10 @@ from inspected_models import inspection, tiny
 from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config
 
 from dotmoe.export.gguf_format import GGUF_FORMATS
-from dotmoe.method.granularity import from_record
-from runs import LLAMA3_ROPE, loaded
+from dotmoe.export.gguf_limits import room_in_llama_cpp
+from dotmoe.method.granularity import Granularity, from_record
+from dotmoe.models.family import DenseModel, family_of, meta_model
+from runs import FORMATS_OF, FORMATS_OF_KIN, LLAMA3_ROPE, loaded
 
 
 def silent(kind=LlamaConfig, **changes):
@@ -89,3 +93,58 @@ def test_inspect_warns_of_exactly_the_k_that_no_gguf_takes(scaling, tiny_dense):
         refused.append(None not in reasons)
         assert any("llama.cpp runs at most" in said for said in found["warnings"]) is refused[-1]
     assert 0 < sum(refused) < 5
+
+
+# Model width, FFN width, layers, heads, heads of keys.
+LLAMA_2_7B = (LlamaConfig, 4_096, 11_008, 32, 32, 32)
+LLAMA_3_8B = (LlamaConfig, 4_096, 14_336, 32, 32, 8)
+LLAMA_3_70B = (LlamaConfig, 8_192, 28_672, 80, 64, 8)
+QWEN_7B = (Qwen2Config, 3_584, 18_944, 28, 28, 4)
+QWEN_05B = (Qwen2Config, 896, 4_864, 24, 14, 2)
+
+
+def without_weights(kind, width, ffn, layers, heads, kv_heads):
+    """A dense model of this shape, with a small vocabulary."""
+    config = tiny(
+        kind,
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width // heads,
+    )
+    model, family = meta_model(config), family_of(config)
+    return DenseModel(model=model, weights="meta", family=family, folder=Path(), source="it")
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [(LLAMA_2_7B, 256), (LLAMA_3_8B, 256), (LLAMA_3_70B, 448), (QWEN_7B, 256), (QWEN_05B, 128)],
+)
+def test_default_experts_are_as_large_as_llama_cpp_needs_them_and_no_larger(shape, size):
+    dense, bfloat16 = without_weights(*shape), torch.bfloat16
+
+    def made(**options):
+        """The size of experts, and whether a GGUF format holds them."""
+        found = inspection(dense.config, stored=bfloat16, **options)
+        splits = from_record(found["granularity"])
+        reasons = [form.unsupported(dense, splits, bfloat16) for form in GGUF_FORMATS[:2]]
+        is_warned = any("llama.cpp runs at most" in said for said in found["warnings"])
+        assert is_warned is (None not in reasons)
+        return splits[0].expert_size, None in reasons
+
+    assert made(active=None, shared=None) == (size, True)
+    assert made(active=0.75, shared=None) == (size, True)
+    assert made(active=0.75, shared=None, expert_size=128) == (128, size == 128)
+    assert made(active=0.25, shared=0.0, first_dense_layers=0)[0] == 128  # as the paper
+
+
+@pytest.mark.parametrize("family", [*FORMATS_OF, *FORMATS_OF_KIN, "gemma2", "glm4", "lfm2"])
+@pytest.mark.parametrize("changes", [{}, {"shared_size": 8}, {"first_dense_layers": 1}])
+def test_whether_a_gguf_holds_a_model_is_known_without_the_package(family, changes, tiny_dense):
+    dense = loaded(tiny_dense(family))
+    plain = Granularity(num_experts=4, expert_size=8, active_experts=1)
+    splits = (replace(plain, **changes),)
+    reasons = [form.unsupported(dense, splits, torch.float32) for form in GGUF_FORMATS[:2]]
+    assert (room_in_llama_cpp(dense, splits) > 0) is (None in reasons)

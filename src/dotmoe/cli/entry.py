@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader closed the pipe: it has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
-        message = message_of(error)
+        message = message_of(error, name)
         if message is None:
             raise
         _fail(message)
@@ -117,15 +117,25 @@ def _said_of(cause: BaseException) -> str:
     return f"{path.parent if path.name == LOCK else path}: {cause.strerror}"
 
 
-def message_of(error: Exception) -> str | None:
-    """One line for a failure that a user can cause or fix; None for a defect."""
+_LESS_MEMORY = {
+    "finetune": "Lower --micro-batch-size or --seq-len, or set --activation-checkpointing",
+    "convert": "Lower --repair-tokens, --calibration-tokens or --seq-len, with --steps "
+    "--micro-batch-size, and name another OUT",
+    "evaluate": "Lower --window or --max-tokens",
+}
+"""What lowers the memory of a command."""
+_LESS_MEMORY["compare"] = _LESS_MEMORY["convert"]
+
+
+def message_of(error: Exception, command: str = "") -> str | None:
+    """One line for a failure of a command that a user can cause or fix; None for a defect."""
     import torch
     from safetensors import SafetensorError
 
     text, on_gpu = str(error) or type(error).__name__, isinstance(error, torch.OutOfMemoryError)
     refused = re.search(r"can(no|')t allocate memory", text, re.IGNORECASE)
     if on_gpu or refused or isinstance(error, MemoryError):
-        remedy = "Lower --micro-batch-size or --seq-len, set --activation-checkpointing"
+        remedy = _LESS_MEMORY.get(command, "Close other programs")
         if on_gpu:
             return f"out of GPU memory ({text}). {remedy}, or choose --device cpu."
         return f"out of memory ({text}). {remedy}, or get more."

@@ -21,19 +21,24 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dotmoe.export.architectures import FORMATS
 from dotmoe.export.format import (
-    BIASES,
     BLOCKS,
     ConvertedModel,
-    Feature,
     Format,
     Gating,
     TensorSpec,
     shared_experts,
 )
 from dotmoe.export.gguf_file import check_gguf, write_gguf
-from dotmoe.export.llama_cpp import most_active_experts
+from dotmoe.export.gguf_limits import (
+    GLM4MOE,
+    LLAMA,
+    MOE_TENSORS,
+    PLAIN_ROPE,
+    ROPE_TYPES,
+    SUPPORTS,
+    most_active_experts,
+)
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.method.granularity import Splits
 from dotmoe.models.family import DenseModel
@@ -56,14 +61,9 @@ class GgufFormat(Format):
     active_experts_key = "expert_used_count"
     writes_tied_head = False  # llama.cpp then uses the embedding
     splits = False
-    supports = tuple(
-        feature for feature in FORMATS["glm4_moe"].supports if feature != Feature.PARTLY_ROTATED
-    )
-    rope_types = ("default", "linear", "llama3", "yarn")
-    """Types of rotary embeddings whose frequencies do not depend on the text."""
+    supports = SUPPORTS[GLM4MOE]
+    rope_types = ROPE_TYPES
     gating = Gating(score="none")
-    num_moe_tensors = 0
-    """Number of tensors of a split FFN, including its router."""
     check = check_gguf
 
     def arch(self, dense: DenseModel) -> str:
@@ -74,7 +74,7 @@ class GgufFormat(Format):
         if reason := super().unsupported(dense, splits, dtype):
             return reason
         kind = dense.config.rope_parameters["rope_type"]
-        if self.arch(dense) != "llama" and kind not in ("default", "linear"):
+        if self.arch(dense) != "llama" and kind not in PLAIN_ROPE:
             return (
                 f"rope_type is {kind!r}, but llama.cpp reads no frequency factors for {self.name} "
                 "and would silently rotate wrongly. Choose --format gguf_llama, which supports "
@@ -82,8 +82,8 @@ class GgufFormat(Format):
             )
         if not self.splits:
             return None
-        traits, layers, split = dense.traits, dense.widths.layers, splits[0]
-        most = most_active_experts(traits, split, layers, self.num_moe_tensors)
+        split = splits[0]
+        most = most_active_experts(dense, split, MOE_TENSORS[self.name])
         if not 2 <= split.num_experts <= MOST_EXPERTS:
             return (
                 f"The layout has {split.num_experts} experts per layer, but llama.cpp runs 2 to "
@@ -206,11 +206,10 @@ class GgufFormat(Format):
 class GgufGlm4Moe(GgufFormat):
     """Architecture `glm4moe`; its shared expert holds the neurons that are always on."""
 
-    name = "gguf_glm4moe"
+    name = GLM4MOE
     splits = True
     active_experts_editable = True
     gating = Gating(score="softmax_of_chosen", only_in="llama.cpp", exponent=40)
-    num_moe_tensors = 8
 
     def arch(self, dense: DenseModel) -> str:
         return "glm4moe"
@@ -242,12 +241,11 @@ class GgufGlm4Moe(GgufFormat):
 class GgufLlama(GgufFormat):
     """Architecture `llama` in its mixture-of-experts form."""
 
-    name = "gguf_llama"
+    name = LLAMA
     splits = True
     gating = Gating(only_in="llama.cpp")
     active_experts_editable = True
-    num_moe_tensors = 5
-    supports = (*BIASES, Feature.OWN_HEAD_DIM)
+    supports = SUPPORTS[LLAMA]
 
     def notes(self, converted: ConvertedModel) -> list[str]:
         return [

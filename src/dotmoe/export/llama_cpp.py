@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: logits and tokens of a GGUF, and the largest k it can run."""
+"""llama.cpp through llama-cpp-python: logits and tokens of a GGUF file."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -12,32 +12,6 @@ if TYPE_CHECKING:  # the child process does not import torch
     import numpy as np
     from jaxtyping import Float, Int
     from torch import Tensor
-
-    from dotmoe.method.granularity import Granularity
-    from dotmoe.models.traits import DecoderTraits
-
-
-def most_active_experts(
-    traits: "DecoderTraits", split: "Granularity", num_layers: int, moe_tensors: int
-) -> int:
-    """Largest k with which llama.cpp runs a file; with more it aborts (`GGML_ASSERT(obj_new)`).
-
-    Its graph has room for 8 nodes per tensor of the file, at least 1,024. A layer takes 52 to
-    56 nodes, and the sum over a token's k experts takes 2 k - 1 more (llama-cpp-python 0.3.36).
-    A split FFN has `moe_tensors` tensors: 8 in `gguf_glm4moe`, 5 in `gguf_llama`.
-    """
-    attention = 6  # four projections and two norms
-    if traits.qkv_bias:
-        attention += 3
-    if traits.output_bias:
-        attention += 1
-    if traits.qk_norm != "none":
-        attention += 2
-    moe_layers = num_layers - split.first_dense_layers
-    ffns = 3 * split.first_dense_layers + moe_tensors * moe_layers
-    tensors = 2 + num_layers * attention + ffns
-    room = max(1024, 8 * tensors) - 16 - 56 * num_layers
-    return max(0, (room // moe_layers + 1) // 2)
 
 
 def is_installed() -> bool:

@@ -41,11 +41,11 @@ class Continuation(NamedTuple):
     """Token ids that continue one prompt."""
 
     number: int
-    """Place of the prompt in the list."""
+    """Number of the prompt."""
     ids: list[int]
     """New ids, with the end token if there is one."""
     finished: bool
-    """Whether it ended by itself, before `new_tokens`."""
+    """Whether it ended by itself, before it was cut."""
 
 
 @torch.no_grad()
@@ -56,27 +56,36 @@ def continuations(
     ends: Collection[int],
     *,
     seed: int = 0,
+    numbers: Sequence[int] | None = None,
+    room: int | None = None,
     has_ended: Callable[[list[int]], bool] = lambda ids: False,
     on_finished: Callable[[int], None] = lambda rows: None,
 ) -> Iterator[Continuation]:
     """Continue each prompt until a token of `ends`; yields a batch of rows when its last is done.
 
-    A row also ends where `has_ended` is true of its new ids, which it gets after each of them.
+    A row also ends where `has_ended` is true of its new ids, which it gets after each of them. It
+    is cut at `new_tokens`, and where it has `room` tokens, its prompt included.
 
     Prompts of similar length share a batch. What is drawn for a prompt depends on `seed` and its
-    place in the list, not on the rows beside it, but for rounding. `on_finished` gets the number of
-    rows that have ended, after each step.
+    number, by default its place in the list, not on the rows beside it, but for rounding.
+    `on_finished` gets the number of rows that have ended, after each step.
     """
     of_ends = set(ends)
+    numbers = range(len(prompts)) if numbers is None else numbers
 
     def is_done(ids: list[int]) -> bool:
         return ids[-1] in of_ends or has_ended(ids)
 
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    numbered = dict(zip(numbers, prompts, strict=True))
+    order = sorted(numbered, key=lambda number: len(numbered[number]))
     for start in range(0, len(order), how.rows):
-        numbers = order[start : start + how.rows]
-        rows = {number: prompts[number] for number in numbers}
-        yield from _batch(model, rows, how, is_done, seed, partial(_tell, on_finished, start))
+        rows = {number: numbered[number] for number in order[start : start + how.rows]}
+        most = {
+            number: min(how.new_tokens, (room or len(row) + how.new_tokens) - len(row))
+            for number, row in rows.items()
+        }
+        growing = _Growing(model, rows, how, seed)
+        yield from _batch(growing, most, is_done, partial(_tell, on_finished, start))
 
 
 def _tell(on_finished: Callable[[int], None], before: int, ended: int) -> None:
@@ -84,33 +93,34 @@ def _tell(on_finished: Callable[[int], None], before: int, ended: int) -> None:
 
 
 def _batch(
-    model: Any,
-    prompts: dict[int, Sequence[int]],
-    how: Sampling,
+    growing: "_Growing",
+    most: dict[int, int],
     is_done: Callable[[list[int]], bool],
-    seed: int,
     on_finished: Callable[[int], None],
 ) -> Iterator[Continuation]:
-    """Continue prompts, by number, side by side."""
-    growing = _Growing(model, prompts, how, seed)
-    grown: dict[int, list[int]] = {number: [] for number in prompts}
-    finished = set[int]()
-    for _ in range(how.new_tokens):
+    """Continue rows side by side; `most` has the longest continuation of each, by its number."""
+    grown: dict[int, list[int]] = {number: [] for number in most}
+    finished, cut = set[int](), {number for number, longest in most.items() if longest < 1}
+    while left := _open(growing.numbers, finished | cut):
+        if len(growing.numbers) - len(left) >= max(1, len(growing.numbers) // _LEAVE_AT):
+            growing.keep(left)
         tokens = growing.step()
         for number, token in zip(growing.numbers, tokens, strict=True):
-            if number in finished:
+            if number in finished or number in cut:
                 continue
             grown[number].append(token)
             if is_done(grown[number]):
                 finished.add(number)
+            elif len(grown[number]) == most[number]:
+                cut.add(number)
         on_finished(len(finished))
-        left = [place for place, number in enumerate(growing.numbers) if number not in finished]
-        if not left:
-            break
-        if len(growing.numbers) - len(left) >= max(1, len(growing.numbers) // _LEAVE_AT):
-            growing.keep(left)
-    for number in prompts:
+    for number in most:
         yield Continuation(number, grown[number], number in finished)
+
+
+def _open(numbers: Sequence[int], closed: Collection[int]) -> list[int]:
+    """Places of the rows that go on."""
+    return [place for place, number in enumerate(numbers) if number not in closed]
 
 
 class _Growing:

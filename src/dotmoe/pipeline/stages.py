@@ -62,6 +62,7 @@ from dotmoe.text.tokenise import (
     NO_ANSWERS,
     OTHER,
     TokenisedText,
+    own_tokens_for,
     require_sources,
     tokenise,
     write_windows,
@@ -177,9 +178,13 @@ class Run:
 
         Rank zero alone writes. There is no such stage if a run neither asks nor can be asked.
         """
-        data, how = self.converted.data, self.config.answers
+        config, data, how = self.config, self.converted.data, self.config.answers
         if not asks_by_name(data) and not has_chats(dense.tokenizer):
             return
+        has_heldout = self.is_finetuning or bool(config.eval_text)
+        asked_for = how.answer_tokens or own_tokens_for(
+            data, tokens, config.eval_tokens, has_heldout=has_heldout
+        )
 
         def write(folder: Path) -> None:
             asked = dense
@@ -189,9 +194,9 @@ class Run:
                 asked,
                 data,
                 identity=self.folder.manifest["inputs"]["model"],
-                tokens=how.answer_tokens or tokens,
+                tokens=asked_for,
                 heldout=how.heldout_answers,
-                seed=self.config.seed,
+                seed=config.seed,
                 first_round=_ROUND_OF_FINETUNING if self.is_finetuning else 0,
                 progress=self.progress,
             )
@@ -199,9 +204,12 @@ class Run:
 
         def make(folder: Path) -> OwnAnswers:
             broadcast_from_rank_zero(lambda: write(folder))
-            return raise_on_all_ranks(lambda: OwnAnswers.load(folder))
+            return raise_on_all_ranks(lambda: load(folder))
 
-        self.own = self.stage("answers", OwnAnswers.load, make)
+        def load(folder: Path) -> OwnAnswers:
+            return OwnAnswers.load(folder, asked_for)
+
+        self.own = self.stage("answers", load, make)
 
     def _require_asked(self, dense: DenseModel) -> None:
         """Refuse options of answers where no answers are written."""

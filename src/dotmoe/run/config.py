@@ -154,8 +154,8 @@ class CompareConfig(RunConfig):
     eval_text: Annotated[tuple[str, ...], Shown("SOURCE")] = ()
     """Files to measure every row on, up to `eval_tokens` tokens. A comparison needs them."""
     finetune_steps: Annotated[int, at_least(0)] = 0
-    """Steps of finetuning all weights after every conversion, on the same batches for all, from the
-    repaired weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
+    """Steps of finetuning after every conversion, on the same batches for all, from the repaired
+    weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
     finetune_recipe: Literal["default", "paper", "sft", "small"] = "default"
     """Recipe of `dotmoe finetune` that gives all other settings of this finetuning."""
     seeds: tuple[Annotated[int, at_least(0)], ...] = ()

@@ -8,9 +8,17 @@ import torch
 
 from dotmoe.common.errors import UserError
 from dotmoe.export.choice import format_for
+from dotmoe.export.gguf_limits import room_in_llama_cpp
 from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import ExpertsConfig
-from dotmoe.method.granularity import DEFAULT_ACTIVE, Splits, splits_of
+from dotmoe.method.granularity import (
+    DEFAULT_ACTIVE,
+    FEWEST_DEFAULT_EXPERTS,
+    Splits,
+    default_expert_size,
+    fitting_sizes,
+    splits_of,
+)
 from dotmoe.models.chat import has_chats
 from dotmoe.models.family import DenseModel
 from dotmoe.rivals.baselines import granularity_of
@@ -29,7 +37,7 @@ def with_defaults(config: Conversion, dense: DenseModel, dtype: torch.dtype) -> 
     if not config.data.data:
         sources = default_sources(is_chat=has_chats(dense.tokenizer))
         config = replace(config, data=replace(config.data, data=sources))
-    experts = config.experts
+    experts = with_size(config.experts, dense, config.export.format, dtype)
     if config.method != "dot_moe":  # those with a shared expert choose its size themselves
         experts = replace(experts, shared=experts.shared or 0.0)
     experts = experts_with_defaults(experts, dense, config.export.format, dtype)
@@ -79,6 +87,38 @@ def experts_with_defaults(
     return experts
 
 
+def with_size(
+    experts: ExpertsConfig, dense: DenseModel, name: str, dtype: torch.dtype
+) -> ExpertsConfig:
+    """The options with a size of experts of which llama.cpp runs as many as run for a token.
+
+    It runs at most some 28 to 40 a token, and with the default size more would run in models of 7B.
+    Then the next larger size is taken that divides the FFN, is a multiple of 64 (of 8, if no such
+    size serves), and leaves enough experts; if none serves, the default one stays. The options stay
+    as they are if they say anything of experts but the active share, as the paper's recipes do, and
+    if no GGUF can hold the model.
+    """
+    given = (experts.expert_size, experts.experts, experts.active_experts, experts.shared)
+    if experts.targets != "ffn" or any(value is not None for value in given):
+        return experts
+    at_share = replace(experts, keep=None)
+    default = default_expert_size(dense.widths.ffn)
+    for size in (default, *_larger_sizes(default, dense.widths.ffn)):
+        sized = replace(at_share, expert_size=size)
+        splits = _splits_of_model(experts_with_defaults(sized, dense, name, dtype), dense)
+        if splits[0].active_experts <= room_in_llama_cpp(dense, splits):
+            return experts if size == default else replace(experts, expert_size=size)
+    return experts
+
+
+def _larger_sizes(size: int, ffn_width: int) -> list[int]:
+    """Larger sizes of experts of a layer, ascending: first multiples of 64, then those of 8."""
+    largest = ffn_width // min(FEWEST_DEFAULT_EXPERTS)
+    larger = [each for each in fitting_sizes(ffn_width) if size < each <= largest]
+    whole = [each for each in larger if each % 64 == 0]
+    return whole + [each for each in larger if each % 8 == 0 and each % 64 > 0]
+
+
 def _splits_of_model(experts: ExpertsConfig, dense: DenseModel) -> Splits:
     return splits_of(experts, dense.widths.ffn, dense.config.num_attention_heads)
 
@@ -95,5 +135,6 @@ def _longest_context(
 
 def splits_for(method: str, config: RunConfig, dense: DenseModel, dtype: torch.dtype) -> Splits:
     """The splits that a config means, as a method uses them, or a `UserError` if it cannot."""
-    experts = experts_with_defaults(config.experts, dense, config.export.format, dtype)
+    experts = with_size(config.experts, dense, config.export.format, dtype)
+    experts = experts_with_defaults(experts, dense, config.export.format, dtype)
     return tuple(granularity_of(method, split) for split in _splits_of_model(experts, dense))

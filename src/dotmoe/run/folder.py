@@ -197,7 +197,10 @@ class RunFolder:
         stages = {}
         if self.exists:
             self.require_inputs(inputs)
-            stages, inputs = self.manifest["stages"], {**self.manifest["inputs"], **inputs}
+            stages, recorded = self.manifest["stages"], self.manifest["inputs"]
+            if inputs.get("text", recorded.get("text")) != recorded.get("text"):
+                stages = {name: made for name, made in stages.items() if name != "answers"}
+            inputs = {**recorded, **inputs}
         values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
         about |= {"revision": revision}
         self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
@@ -206,7 +209,8 @@ class RunFolder:
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
         """Refuse inputs other than those that the run was started with; see `begin`.
 
-        Before the text is tokenised, it may be mended.
+        Before the text is tokenised, it may be mended; `begin` then forgets answers to its old
+        questions.
         """
         recorded = self.manifest["inputs"]
         for name, said in _CHANGED.items():

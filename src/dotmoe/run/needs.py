@@ -58,7 +58,7 @@ CONVERT = (
     Need(("keep",), "--targets ffn", lambda run: run.experts.targets == "ffn"),
     Need(
         ("time",),
-        "--active",
+        "a share, not with --keep",
         lambda run: run.experts.keep is None,
         "{option} is {value}, but --keep {config.experts.keep} tries several shares, whose time is "
         "not known before. Give --active instead",

@@ -9,7 +9,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from importlib.resources import files
 from itertools import count
@@ -23,7 +23,7 @@ from dotmoe.common.files import write_text
 from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.models.chat import asked, end_tokens, has_chats, user_opening
 from dotmoe.models.family import DenseModel
-from dotmoe.models.sampling import Sampling, continuations
+from dotmoe.models.sampling import Continuation, Sampling, continuations
 from dotmoe.text.config import DataConfig
 from dotmoe.text.rows import Asking, Message
 from dotmoe.text.sources import PROMPTS, SELF, local_files, means, opened
@@ -45,6 +45,8 @@ ALIKE, OTHERS = "alike", "others"
 """Held-out answers to prompts of the kinds that a fit reads; and of kinds that no fit reads."""
 AT_ONCE = 128
 """Questions that are answered before the tokens are counted."""
+_SETS = (ALIKE, OTHERS, f"{ALIKE}_penalised", f"{OTHERS}_penalised", "fitted")
+"""Names of the sets of answers of a run, and of their files."""
 _SHORTEST_TURN = 4  # tokens
 _SENTENCE_END = re.compile("[.?!](?=\\s)|\n|[\u3002\uff1f\uff01]")
 """The last three are Chinese and Japanese."""
@@ -63,7 +65,8 @@ class Question:
     @property
     def is_held_out(self) -> bool:
         """Whether answers to it are for measuring: decided by its words, so alike in every run."""
-        words = json.dumps(self.messages, sort_keys=True, ensure_ascii=False)
+        said = [{name: each.get(name) for name in ("content", "role")} for each in self.messages]
+        words = json.dumps(said, sort_keys=True, ensure_ascii=False)
         return sha256(words.encode()).digest()[0] % HELD_OUT == 0
 
 
@@ -151,32 +154,66 @@ def write_answers(
     how: Sampling,
     *,
     seed: int,
+    room: int | None = None,
     on_progress: Update = no_update,
 ) -> list[Answer]:
     """Answer questions with the dense model, and write the chats as one JSON object per line.
 
-    A stopped process's answers are kept in `PATH.parts`: the same call goes on after them. Progress
-    is in questions. Raises `UserError` if the model has no chat template, or refuses a question.
+    Chats have at most `room` tokens, by default the model's context. A stopped process's answers
+    are kept in `PATH.parts`: the same call goes on after them. Progress is in questions. Raises
+    `UserError` if the model has no chat template, or refuses a question.
+    """
+    tokenizer = dense.tokenizer
+    prompts = [asked(tokenizer, question.messages) for question in questions]
+
+    def made(new: Continuation) -> Answer:
+        asking, prompt = questions[new.number], prompts[new.number]
+        return _answer(tokenizer, asking, prompt, new.ids, new.finished)
+
+    return _written(dense, prompts, path, how, made, seed=seed, room=room, on_progress=on_progress)
+
+
+def _written(
+    dense: DenseModel,
+    prompts: Sequence[Sequence[int]],
+    path: Path,
+    how: Sampling,
+    made: Callable[[Continuation], Answer],
+    *,
+    seed: int,
+    room: int | None,
+    on_progress: Update,
+) -> list[Answer]:
+    """Continue prompts, and write what is `made` of each, in their order.
+
+    Those that are made are kept in `PATH.parts`; what is drawn for a prompt does not depend on the
+    others, so that a stopped process's texts are those of one that was not stopped.
     """
     parts = path.with_name(path.name + ".parts")
     done = dict(_rows_of(parts))
-    left = [number for number in range(len(questions)) if number not in done]
-    prompts = [asked(dense.tokenizer, questions[number].messages) for number in left]
-    ends = end_tokens(dense.model, dense.tokenizer)
+    left = [number for number in range(len(prompts)) if number not in done]
     before = len(done)
     with parts.open("a", encoding="utf-8") as file:
 
         def tell(ended: int) -> None:
-            on_progress(before + ended, len(questions))
+            on_progress(before + ended, len(prompts))
 
-        for new in continuations(dense.model, prompts, how, ends, seed=seed, on_finished=tell):
-            number, prompt = left[new.number], prompts[new.number]
-            answer = _answer(dense.tokenizer, questions[number], prompt, new.ids, new.finished)
-            done[number] = answer
-            file.write(json.dumps({"number": number} | asdict(answer), ensure_ascii=False) + "\n")
+        for new in continuations(
+            dense.model,
+            [prompts[number] for number in left],
+            how,
+            end_tokens(dense.model, dense.tokenizer),
+            seed=seed,
+            numbers=left,
+            room=room or dense.widths.context,
+            on_finished=tell,
+        ):
+            done[new.number] = made(new)
+            row = {"number": new.number} | asdict(done[new.number])
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
-            on_progress(len(done), len(questions))
-    answers = [done[number] for number in range(len(questions))]
+            on_progress(len(done), len(prompts))
+    answers = [done[number] for number in range(len(prompts))]
     save_answers(answers, path)
     parts.unlink()
     return answers
@@ -235,7 +272,7 @@ def write_continuations(
     dense: DenseModel, number: int, path: Path, *, seed: int, on_progress: Update = no_update
 ) -> list[Answer]:
     """Texts that a base model writes from nothing: after its BOS, or after the end of a text."""
-    tokenizer, made = dense.tokenizer, list[Answer]()
+    tokenizer = dense.tokenizer
     start = tokenizer.bos_token_id
     if start is None:
         start = tokenizer.eos_token_id
@@ -244,23 +281,19 @@ def write_continuations(
             "the model has neither chat template nor BOS nor EOS to start from. Give it text: "
             "--data FILE."
         )
-    how = replace(FREE, new_tokens=min(FREE.new_tokens, dense.widths.context - 1))
-    ends = end_tokens(dense.model, tokenizer)
-    for new in continuations(dense.model, [[start]] * number, how, ends, seed=seed):
-        ids, text = (start, *new.ids), tokenizer.decode(new.ids, skip_special_tokens=True)
-        made.append(
-            Answer(
-                messages=(),
-                kind=SELF,
-                ids=ids,
-                answer_start=1,
-                finished=new.finished,
-                text=text,
-            )
+
+    def made(new: Continuation) -> Answer:
+        return Answer(
+            messages=(),
+            kind=SELF,
+            ids=(start, *new.ids),
+            answer_start=1,
+            finished=new.finished,
+            text=tokenizer.decode(new.ids, skip_special_tokens=True),
         )
-        on_progress(len(made), number)
-    save_answers(made, path)
-    return made
+
+    prompts = [[start]] * number
+    return _written(dense, prompts, path, FREE, made, seed=seed, room=None, on_progress=on_progress)
 
 
 # --- the answers of a run ----------------------------------------------------------------------
@@ -279,19 +312,21 @@ class OwnAnswers:
     """Answers to the prompts of `alike`, written with a penalty on repetition: `PENALTY`."""
     others_penalised: tuple[Answer, ...] = ()
     """The same to those of `others`."""
+    asked: int = 0
+    """Tokens of `fitted` that were asked for; there are fewer if the questions ran out."""
 
     @classmethod
-    def load(cls, folder: Path) -> "OwnAnswers":
+    def load(cls, folder: Path, asked: int = 0) -> "OwnAnswers":
         """Read what `OwnAnswers.save` wrote."""
         sets = {}
-        for name in (each.name for each in fields(cls)):
+        for name in _SETS:
             path = folder / f"{name}.jsonl"
             sets[name] = tuple(read_answers(path)) if path.is_file() else ()
-        return cls(**sets)
+        return cls(**sets, asked=asked)
 
     def save(self, folder: Path) -> None:
         """Write a file for each set that is not empty."""
-        for name in (each.name for each in fields(self)):
+        for name in _SETS:
             if answers := getattr(self, name):
                 save_answers(answers, folder / f"{name}.jsonl")
 
@@ -315,19 +350,32 @@ class Answering:
         seed: int,
         title: str,
         *,
+        room: int,
         repetition_penalty: float = 1.0,
     ) -> list[Answer]:
-        """Answers to questions."""
+        """Answers to questions; a chat has at most `room` tokens."""
         how = replace(ANSWERS, repetition_penalty=repetition_penalty)
 
         def write(path: Path) -> list[Answer]:
             with self._progress.bar(title) as update:
                 return write_answers(
-                    self._dense, questions, path, how, seed=seed, on_progress=update
+                    self._dense, questions, path, how, seed=seed, room=room, on_progress=update
                 )
 
         asked_for = [question.messages for question in questions]
-        return self._cached((seed, asked_for, asdict(how)), write, read_answers)
+        return self._cached((seed, asked_for, room, asdict(how)), write, read_answers)
+
+    def with_room(self, questions: Sequence[Question], room: int) -> list[Question]:
+        """The questions that leave room for an answer in so many tokens; says how many do not."""
+        fitting = [
+            each for each in questions if len(asked(self._dense.tokenizer, each.messages)) < room
+        ]
+        if left_out := len(questions) - len(fitting):
+            self._progress.log(
+                f"{left_out} of {len(questions)} questions are left out: each has {room} tokens or "
+                "more, which leaves no room for an answer"
+            )
+        return fitting
 
     def continuations(self, number: int, seed: int, title: str) -> list[Answer]:
         """Texts of a base model."""
@@ -354,12 +402,19 @@ class Answering:
         return self._cached((seed, number, asdict(TURNS)), write, read)
 
     def fitted(
-        self, questions: Sequence[Question], tokens: int, *, itself: bool, first_round: int = 0
+        self,
+        questions: Sequence[Question],
+        tokens: int,
+        *,
+        room: int,
+        itself: bool,
+        first_round: int = 0,
     ) -> list[Answer]:
         """Answers with about `tokens` tokens, chats included: to the questions, then to others.
 
         With `itself` the model goes on with questions of its own; else the same ones are answered
-        again, at most four times, by other draws. Another `first_round` draws anew.
+        again, at most four times, by other draws. Another `first_round` draws anew. A chat has at
+        most `room` tokens.
         """
         found = list[Answer]()
         portions = self._portions(questions, first_round, itself=itself)
@@ -372,7 +427,7 @@ class Answering:
             seed, portion = next(portions, (0, []))
             if not portion:
                 break
-            found += self.answers(portion, seed, title)
+            found += self.answers(portion, seed, title, room=room)
         return found
 
     def _portions(
@@ -440,26 +495,39 @@ def own_answers(
     questions = questions_in(data, dense.tokenizer)
     if questions:
         require_chats(dense.tokenizer, data)
-    answering = Answering(dense, identity, seed, progress)
-    fitted = list[Answer]()
+    answering, context = Answering(dense, identity, seed, progress), dense.widths.context
+    room, fitted = min(data.seq_len, context), list[Answer]()
+    if questions:
+        questions = _require_room(answering.with_room(questions, room), room, data)
     if questions or itself:
         to_fit = [each for each in questions if not each.is_held_out]
-        fitted = answering.fitted(to_fit, tokens, itself=itself, first_round=first_round)
+        fitted = answering.fitted(to_fit, tokens, room=room, itself=itself, first_round=first_round)
     if not has_chats(dense.tokenizer):
         return OwnAnswers(fitted=tuple(fitted))
-    held_out = [each for each in (questions or own_prompts("asked")) if each.is_held_out]
-    alike, others = _some(held_out, heldout), _some(own_prompts("heldout"), heldout)
-    asked = {ALIKE: alike, OTHERS: others}
-    plain = {
-        name: tuple(answering.answers(each, seed, "held-out answers"))
-        for name, each in asked.items()
+    own, others = own_prompts("asked"), own_prompts("heldout")
+    held_out = [each for each in (questions or own) if each.is_held_out]
+    asked = {
+        name: _some(answering.with_room(each, context), heldout)
+        for name, each in ((ALIKE, held_out), (OTHERS, others))
     }
-    title = f"held-out answers, repetition penalty {PENALTY:g}"
-    penalised = {
-        f"{name}_penalised": tuple(answering.answers(each, seed, title, repetition_penalty=PENALTY))
-        for name, each in asked.items()
-    }
-    return OwnAnswers(fitted=tuple(fitted), **plain, **penalised)
+    sets, title = dict[str, tuple[Answer, ...]](), "held-out answers"
+    for name, each in asked.items():
+        sets[name] = tuple(answering.answers(each, seed, title, room=context))
+    title += f", repetition penalty {PENALTY:g}"
+    for name, each in asked.items():
+        penalised = answering.answers(each, seed, title, room=context, repetition_penalty=PENALTY)
+        sets[f"{name}_penalised"] = tuple(penalised)
+    return OwnAnswers(fitted=tuple(fitted), asked=tokens, **sets)
+
+
+def _require_room(questions: list[Question], room: int, data: DataConfig) -> list[Question]:
+    """The questions, or a `UserError` if none leaves room for an answer."""
+    if not questions:
+        raise UserError(
+            f"no question of {', '.join(data.data)} leaves room for an answer in {room} tokens "
+            "(--seq-len, or the model's context). Raise --seq-len, or ask less."
+        )
+    return questions
 
 
 def _some(questions: Sequence[Question], number: int) -> list[Question]:

@@ -32,7 +32,8 @@ class DataConfig:
     the colon); `dolmino` (the paper's mix, from the hub). The model answers `prompts` (300
     of this package), `self` (the user's turns are its own too; a base model continues from
     nothing), and rows of local files that ask: a chat that ends with the user's turn, or a field
-    `prompt`. Default: prompts and self.
+    `prompt`. Default: prompts and self, for a base model self alone; a finetuning reads what
+    its run read.
     `SOURCE@SPLIT#FIELD` sets the split of a `datasets` source or folder (train) and the field of a
     row that holds the text, or a chat as a list of messages (the first of text, content, page,
     passage, document, messages, conversations that says something; else instruction and output)."""

@@ -9,7 +9,7 @@ import torch
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.progress import Progress
 from dotmoe.models.family import DenseModel
-from dotmoe.text.answers import OwnAnswers, num_answer_tokens
+from dotmoe.text.answers import HELD_OUT, OwnAnswers, num_answer_tokens, num_chat_tokens
 from dotmoe.text.blocks import TokenBlocks, overlap, split_off_tail, write_decontaminated
 from dotmoe.text.config import DataConfig
 from dotmoe.text.packing import Record, pack_sources
@@ -137,7 +137,7 @@ def tokenise(
         name = ("blocks of the data kept out of training",)
         record["heldout"] = "the last blocks of the same text"
         record["training"] = _fitted(data, own, dense, training, tokens + eval_tokens, progress)
-        split_off_tail(training, heldout, eval_tokens)
+        split_off_tail(training, heldout, _kept_out(data, own, record["training"], eval_tokens))
     if beside is not None:
         # The source may contain some of the held-out text, which is left out then.
         size = tokens + TokenBlocks.load(heldout).num_tokens
@@ -230,6 +230,8 @@ def _fitted(
         "seq_len": data.seq_len,
         "sources": [_of_answers(own, chats)],
     }
+    if num_chat_tokens(own.fitted) < own.asked:
+        record["asked"] = own.asked
     if not text.data:
         chats.save(path)
         return record
@@ -237,13 +239,15 @@ def _fitted(
     wanted = text_beside(data, chats.num_tokens)
     packed = _packed(text, dense, of_text, wanted, progress, answered=True)
     texts = TokenBlocks.load(of_text)
-    _spread(chats, texts).save(path)
+    both = _spread(chats, texts) if texts.num_blocks else chats  # the rows may all ask
+    both.save(path)
     of_text.unlink()
     total = chats.num_tokens + texts.num_tokens
     sources = record["sources"] + packed["sources"]
     for source in sources:
         source["share"] = source["tokens"] / total
-    return {**packed, "tokens": total, "asked": wanted + chats.num_tokens, "sources": sources}
+    asked = record.get("asked", chats.num_tokens) + (wanted if texts.num_blocks else 0)
+    return {**packed, "tokens": total, "asked": asked, "sources": sources}
 
 
 def _of_answers(own: OwnAnswers, chats: TokenBlocks) -> Record:
@@ -256,6 +260,27 @@ def _of_answers(own: OwnAnswers, chats: TokenBlocks) -> Record:
         "answer_tokens": num_answer_tokens(own.fitted),
         "finished": sum(answer.finished for answer in own.fitted),
     }
+
+
+def _kept_out(data: DataConfig, own: OwnAnswers, training: Record, eval_tokens: int) -> int:
+    """Tokens of the text to fit to that are kept out to measure perplexity on.
+
+    Of own answers alone it is at most one in eight: they are dear, and others are held out.
+    """
+    if not own.fitted or text_of(data).data:
+        return eval_tokens
+    return min(eval_tokens, int(training["tokens"]) // HELD_OUT)
+
+
+def own_tokens_for(data: DataConfig, fitted: int, eval_tokens: int, *, has_heldout: bool) -> int:
+    """Tokens of own answers to write for a fit that reads `fitted` of its text.
+
+    Without other text, and unless the run has held-out text already, one in eight is kept out to
+    measure perplexity on, at most `eval_tokens`.
+    """
+    if has_heldout or text_of(data).data:
+        return fitted
+    return fitted + min(eval_tokens, -(-fitted // (HELD_OUT - 1)))
 
 
 def text_beside(data: DataConfig, chats: int) -> int:

@@ -13,7 +13,7 @@ from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.common.tables import Table
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import StockModel, by_side, sides_of
-from dotmoe.models.chat import asked
+from dotmoe.models.chat import asked, end_tokens
 
 _INDENT = "    "
 
@@ -61,7 +61,9 @@ def generated(
     temperature: float = 0.0,
     repetition_penalty: float = 1.0,
 ) -> list[list[int]]:
-    """Token ids by which Transformers continues each prompt, at most `new_tokens`, without EOS.
+    """Token ids by which Transformers continues each prompt, at most `new_tokens`.
+
+    A continuation ends where own answers do, and has no token that ends it.
 
     Temperature 0 takes the most likely token; above it, each prompt is sampled with seed 0. The
     model's own generation settings (penalties, cut-offs) are ignored: two models are compared by
@@ -73,11 +75,11 @@ def generated(
     context = int(model.config.max_position_embeddings)
     remedy = "Lower --generate, or give shorter prompts."
     in_context("the length of a prompt with --generate", longest, context, remedy=remedy)
-    end = tokenizer.eos_token_id
+    ends = sorted(end_tokens(model, tokenizer))
     sampled = {"temperature": temperature, "top_k": 0} if temperature else {}
     model.generation_config = GenerationConfig(
-        eos_token_id=end,
-        pad_token_id=end,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else None,
         do_sample=temperature > 0,
         repetition_penalty=repetition_penalty,
         **sampled,
@@ -91,7 +93,7 @@ def generated(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens
             )
         new: list[int] = output[0, len(prompt) :].tolist()
-        continued.append(new[:-1] if new and new[-1] == end else new)
+        continued.append(new[:-1] if new and new[-1] in ends else new)
         on_progress(len(continued), len(prompts))
     return continued
 

@@ -180,7 +180,8 @@ def share_that_ends(
     prompts = [answer.ids[: answer.answer_start] for answer in answers]
     ends, done, empty = end_tokens(model, tokenizer), dict[int, int](), 0
     how = replace(ANSWERS, repetition_penalty=repetition_penalty)
-    for made in continuations(model, prompts, how, ends, seed=seed):
+    room = int(model.config.max_position_embeddings)
+    for made in continuations(model, prompts, how, ends, seed=seed, room=room):
         says_something = _says_something(tokenizer, made.ids, ends)
         done[made.number] = int(made.finished and says_something)
         empty += not says_something
@@ -271,9 +272,9 @@ def own_answers_table(results: Mapping[str, Values]) -> Table:
             f"with penalty {PENALTY:g}": _shown_ends_with_penalty,
         },
         title="On answers that the dense model wrote itself",
-        note="KL(dense || model) in nats per answer token. Answers that end: with some "
-        f"text, within {ANSWERS.new_tokens} tokens, and of the dense model. Penalty: "
-        f"both with repetition_penalty {PENALTY:g}, which servers read from "
+        note="KL(dense || model) in nats per answer token. Answers that end: the share that "
+        f"has text and ends within {ANSWERS.new_tokens} tokens, and after 'of' the dense model's. "
+        f"Penalty: the same with repetition_penalty {PENALTY:g}, which servers read from "
         "generation_config.json.",
     )
 

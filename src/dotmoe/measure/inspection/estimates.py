@@ -15,7 +15,7 @@ from dotmoe.common.tables import in_time
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, context_note, format_for
 from dotmoe.export.format import EXPORTED
-from dotmoe.export.llama_cpp import most_active_experts
+from dotmoe.export.gguf_limits import room_in_llama_cpp
 from dotmoe.export.transformers_format import TransformersFormat, limits_met
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection.planner import (
@@ -37,7 +37,7 @@ from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits, to_record
 from dotmoe.models.chat import states_chats
 from dotmoe.models.checkpoint import Tensors, is_gguf
-from dotmoe.models.family import DenseModel, family_of, meta_model, rope_of
+from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig
 from dotmoe.run.defaults import default_sources, splits_for, with_defaults
@@ -279,15 +279,15 @@ def _warnings(
     dense: DenseModel, sizes: Sizes, options: InspectConfig, form: TransformersFormat | str
 ) -> list[str]:
     """Warnings about one conversion; what the export would refuse comes first."""
-    split, widths, traits = sizes.split, sizes.widths, sizes.traits
+    split = sizes.split
     of_neurons, served = split.target == "ffn", isinstance(form, str) or form.name != OWN
     size, active = split.expert_size, split.active_experts
     lowered = ""
     if not isinstance(form, str):
         lowered = context_note(dense, sizes.splits, form, sizes.written)
-    rope_type = rope_of(dense.config)["rope_type"]
-    only_llama = rope_type in ("llama3", "yarn") or traits.output_bias  # not in gguf_glm4moe
-    most = most_active_experts(traits, split, widths.layers, 5 if only_llama else 8)
+    most = room_in_llama_cpp(dense, sizes.splits)
+    plain = replace(split, shared_size=0, first_dense_layers=0)
+    plain_alone = most == 0 and room_in_llama_cpp(dense, (plain, *sizes.splits[1:])) > 0
     sentences = {
         f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
         "bfloat16 (rounds the weights; assumed here) or float32 (twice the size).": (
@@ -300,7 +300,9 @@ def _warnings(
         f"Export refuses this: {form}": isinstance(form, str),
         NEEDS_OWN_CODE: not served,
         f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a GGUF "
-        "of it is refused. With larger experts fewer run.": served and active > most,
+        "of it is refused. With larger experts fewer run.": 0 < most < active,
+        "No GGUF format holds this model with a shared expert or leading dense layers. For "
+        "llama.cpp give --shared 0 and --first-dense-layers 0.": served and plain_alone,
         f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
         "llama.cpp quantises down_proj in multiples of 32 only.": of_neurons and size % 64 > 0,
         lowered: bool(lowered),

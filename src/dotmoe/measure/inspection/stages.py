@@ -31,7 +31,7 @@ from dotmoe.models.load import LARGEST_SHARE
 from dotmoe.run.config import RunConfig, finetune_recipe
 from dotmoe.text.answers import asks_by_name
 from dotmoe.text.expected import expected_writing
-from dotmoe.text.tokenise import text_beside, tokens_to_read
+from dotmoe.text.tokenise import own_tokens_for, text_beside, tokens_to_read
 
 ANSWER_BYTES = 10
 """Bytes of a file of answers for each token: the text, and the token's id."""
@@ -82,14 +82,17 @@ class Stages:
         self.compares_layers = config.experts.first_dense_layers is None
         """Whether the number of leading dense layers is measured."""
         wanted = max(self.calibration_tokens, self.repair_tokens)
-        self.writing = expected_writing(config.data, config.answers, wanted, is_chat=is_chat)
+        written = own_tokens_for(
+            config.data, wanted, config.eval_tokens, has_heldout=bool(config.eval_text)
+        )
+        self.writing = expected_writing(config.data, config.answers, written, is_chat=is_chat)
         """What the dense model writes."""
         self.text_tokens = tokens_to_read(
             max(1, config.align.steps * config.align.batch_size) * self.seq_len, wanted
         )
         """Tokens of training text that are read, if there are so many."""
         if asks_by_name(config.data):
-            written = config.answers.answer_tokens or wanted
+            written = config.answers.answer_tokens or written
             self.text_tokens = written + text_beside(config.data, written)
 
     def repaired(self) -> Iterator[tuple[str, "Stages"]]:
