@@ -245,6 +245,31 @@ def test_a_config_file_is_refused_for_an_option_without_effect(name, beside_a_ru
             assert f"or leave {option} in {file} out." in said
 
 
+def test_defaults_in_the_file_of_a_run_follow_what_is_given_anew(tmp_path):
+    """What somebody gave stays; a plain repeat has the values of the run."""
+    start = recipe(model="M", out="OUT", active=0.75, shared=0.375, first_dense_layers=1)
+    file, defaults = tmp_path / "config.json", ["first_dense_layers", "shared"]
+    file.write_text(json.dumps(values_of(start)))
+
+    def experts(*line, defaults=defaults):
+        manifest = {"config": values_of(start), "defaults": defaults}
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        found = config_of("convert", ["--config", str(file), *line]).experts
+        return found.active, found.shared, found.first_dense_layers
+
+    assert experts() == (0.75, 0.375, 1)
+    assert experts("--active", "0.5") == (0.5, None, None)
+    assert experts("--active", "0.5", "--shared", "0.1") == (0.5, 0.1, None)
+    assert experts("OTHER", "OUT") == (0.75, None, None)
+    assert experts("M", "OUT2") == (0.75, 0.375, 1)
+    assert experts("--active", "0.5", defaults=["shared"]) == (0.5, None, 1)
+    assert experts("--active", "0.5", defaults=[]) == (0.5, 0.375, 1)
+    edited = values_of(start)
+    edited["experts"]["shared"] = 0.25
+    file.write_text(json.dumps(edited))
+    assert experts("--active", "0.5") == (0.5, 0.25, None)
+
+
 def test_the_file_of_a_run_is_taken_whatever_its_command_line_switched_off(tmp_path):
     """`--config` repeats a run, and so do options that had an effect before others were given."""
     start = recipe(model="M", out="OUT", repair_tokens=4096)

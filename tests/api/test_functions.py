@@ -11,7 +11,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import datasets
+import pandas
 import pytest
+import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -221,6 +223,55 @@ def test_texts_chats_and_data_sets_become_rows(given, rows, tmp_path):
     (file,) = Inputs(tmp_path / "inputs").text(given, "data")
     lines = Path(file).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == rows
+
+
+def test_a_table_is_its_rows_and_what_has_no_order_is_refused(tmp_path):
+    """Oracle: the same rows as a list."""
+    table = pandas.DataFrame({"text": ["One.", None], "label": [1, 2]})
+    (file,) = Inputs(tmp_path / "inputs").text(table, "data")
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    assert rows == [{"text": "One.", "label": 1}, {"text": None, "label": 2}]
+    for given in ({"One.", "Two."}, {"text": ["One."]}):
+        assert "to iterate over in their order" in refusal(Inputs(tmp_path / "in").text, given, "x")
+    half = refusal(Inputs(tmp_path / "in").text, ["abc \ud800 def", "x y"], "data")
+    assert "row 1 of data cannot be written as JSON in UTF-8" in half
+
+
+def test_two_calls_write_their_inputs_side_by_side(tmp_path):
+    """Each into a file of its own, until it has the name of its content."""
+    first, second = Inputs(tmp_path / "inputs"), Inputs(tmp_path / "inputs")
+
+    def rows():
+        yield "Alice wrote this."
+        (other,) = second.text(["Bob wrote this."], "data")
+        assert "Bob" in Path(other).read_text()
+        yield "And this."
+
+    (file,) = first.text(rows(), "data")
+    assert Path(file).read_text().count("\n") == 2
+    assert "Bob" not in Path(file).read_text()
+    assert len(list((tmp_path / "inputs").iterdir())) == 2
+
+
+def test_a_call_of_a_tokenizer_changes_no_run(loaded_model, tmp_path):
+    inputs = Inputs(tmp_path / "inputs")
+    before = inputs.model(**loaded_model)
+    loaded_model["tokenizer"](["a b", "c"], truncation=True, max_length=4)
+    assert inputs.model(**loaded_model) == before
+    plain = tokenizers.Tokenizer.from_file(f"{before}/tokenizer.json")
+    assert len(plain.encode(TEXT[:200]).ids) > 4
+
+
+def test_a_run_of_what_is_in_memory_may_be_moved(loaded_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dotmoe.convert(out="run", data=iter([TEXT]), **loaded_model, **OPTIONS)
+    absolute = dotmoe.convert(out=tmp_path / "run", data=iter([TEXT]), **loaded_model, **OPTIONS)
+    assert absolute.export.is_dir()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    dotmoe.export(tmp_path / "moved", tmp_path / "again", active_experts=1)
+    assert (tmp_path / "again/config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from dotmoe.common.errors import UserError
 from dotmoe.export import llama_cpp
 from dotmoe.models.family import rope_of
+from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import dense_config
 from dotmoe.models.source import checkpoint_folder
 from export.comparison import logits_of
@@ -261,6 +262,20 @@ def test_the_cache_keeps_one_folder_a_file_and_knows_what_made_it(
     monkeypatch.setattr("dotmoe.models.from_gguf.version", lambda name: f"another {name}")
     assert checkpoint_folder(str(file)) != first
     assert len([path for path in cache.iterdir() if (path / "model.safetensors").is_file()]) == 1
+
+
+def test_a_model_of_a_file_is_the_same_by_any_version_of_transformers(dense_of, gguf_of):
+    """Its fingerprint is what a run is known by."""
+    file, versions = gguf_of(dense_of("llama")), ("5.24.0", "5.99.0")
+    seen = set()
+    for number in versions:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("transformers.configuration_utils.__version__", number)
+            patch.setattr("transformers.generation.configuration_utils.__version__", number)
+            folder = checkpoint_folder(str(file))
+            seen.add(fingerprint(folder))
+        shutil.rmtree(folder.parent)
+    assert len(seen) == 1
 
 
 def test_a_sentencepiece_tokenizer_cuts_as_before(shared_data, gguf_of):

@@ -82,3 +82,13 @@ def test_a_table_beside_a_licence_is_read_by_datasets(tmp_path, monkeypatch):
     write(tmp_path / "both/a.parquet", parquet_bytes({"text": TEXTS}))
     write(tmp_path / "both/a.csv", "text\nx\n")
     assert read(tmp_path / "both") == TEXTS
+
+
+def test_links_to_folders_are_followed_and_loops_are_not(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "data"
+    elsewhere.mkdir()
+    folder.mkdir()
+    write(elsewhere / "rows.jsonl", ROWS)
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "loop").symlink_to(folder)
+    assert read(folder) == TEXTS

@@ -63,6 +63,9 @@ def test_of_two_full_fields_the_first_counts_and_this_is_said_once(tmp_path, cap
     assert f"{path}: rows say something in text and in content, page; text is read" in said
     assert read(f"{path}#page") == ["p"] * 3
     assert len(caplog.messages) == 1
+    asking = write(tmp_path / "b.jsonl", jsonl([{"prompt": "Why?", "text": "t"}]))
+    assert read(asking) == ["t"]
+    assert "rows say something in text and in prompt; text is read" in caplog.text
 
 
 # --- chats
@@ -177,10 +180,15 @@ def test_tool_calls_that_a_template_writes_need_no_content(tmp_path):
     assert "'assistant', '', [{'function'" in text
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", ["tools", "system", "completion"])
-def test_what_stands_beside_messages_and_is_not_read_is_said(name, tmp_path, caplog):
+def test_what_stands_beside_messages_and_is_not_read_is_said(name, kind, tmp_path, caplog):
     asking = {"prompt": "Add."} if name == "completion" else {"messages": TURNS}
-    path = write(tmp_path / f"{name}.jsonl", jsonl([{**asking, name: "3"}, asking]))
+    rows = [{**asking, name: "3"}, {**asking, name: None}]
+    content = jsonl(rows)
+    if kind == "parquet":
+        content = parquet_bytes({column: [row[column] for row in rows] for column in rows[0]})
+    path = write(tmp_path / f"{name}.{kind}", content)
     first, second = chats(path)
     assert first == second
     assert f"rows have {name} beside their messages, which is not read" in caplog.text

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dotmoe.api.inputs import Inputs, source_names
 from dotmoe.api.results import Result
-from dotmoe.cli.arguments import CONFIGS, start_of, with_start
+from dotmoe.cli.arguments import CONFIGS, start_of, with_open_defaults, with_start
 from dotmoe.cli.options import Option, options_of
 from dotmoe.cli.table import COMMANDS
 from dotmoe.common.distributed import require_one_process
@@ -438,6 +438,7 @@ class Call:
                 values[name] = inputs.text(values[name], name) if inputs else names
         values = in_python(self.cls, values, f"dotmoe.{self.command}")
         config = built(self.cls, self.start.config, values)
+        config = with_open_defaults(config, self.start, self.given)
         check(config, self.given)
         require_effect(config, self.start.unused, self.file)
         return config

@@ -10,8 +10,9 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from transformers import PreTrainedModel
 
 from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.common.files import remove, sha256_of
+from dotmoe.common.files import read_json, remove, sha256_of, write_json
 from dotmoe.models.identity import fingerprint
 from dotmoe.models.stock import quiet_transformers
 from dotmoe.text.files import reader_of
 
 _DIGITS = 12
-_PARTIAL = ".partial"
+_PARTIAL, _STALE_S = ".partial-", 86_400
+"""Prefix of what is being written, by a call of its own; a day later its call was stopped."""
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 """Values of rows that JSON has not, and that say the same as text."""
 _TOKENIZER = "Give its tokenizer as well, as AutoTokenizer loads it: tokenizer=..."
@@ -43,7 +45,7 @@ class Inputs:
     """Writes what is in memory into one folder, and knows what it has written."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()  # a run outlives the directory that its call was made in
         self.written: list[Path] = []
         """What was not there before."""
 
@@ -69,6 +71,7 @@ class Inputs:
             with quiet_transformers():
                 model.save_pretrained(partial)
                 tokenizer.save_pretrained(partial)
+                _forget_last_call(partial / "tokenizer.json")
         except (ValueError, RuntimeError) as error:  # such as an invalid generation_config
             raise UserError(
                 f"model is a {type(model).__name__} that Transformers cannot save "
@@ -106,14 +109,15 @@ class Inputs:
                     f"{option} has names of sources, such as {name!r}, and texts in one list. Give "
                     "either names alone or texts alone."
                 )
-        if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        if isinstance(given, Mapping | Set) or not isinstance(given, Iterable):
             raise UserError(
                 f"{option} is a {type(given).__name__}, but must be a source, a list of sources, a "
-                "Dataset, or texts or chats to iterate over. Of a DatasetDict, name one split."
+                "Dataset or DataFrame, or texts or chats to iterate over in their order. Of a "
+                "DatasetDict, name one split."
             )
         partial, rows = self._partial(), 0
         with partial.open("w", encoding="utf-8", newline="\n") as file:
-            for row in _rows(given, option):
+            for row in _rows(_rows_of_table(given), option):
                 file.write(row + "\n")
                 rows += 1
         if not rows:
@@ -136,13 +140,14 @@ class Inputs:
                 folder.rmdir()
 
     def _partial(self) -> Path:
-        """A path in the folder for what is being written, in place of what a stopped call left."""
+        """A path in the folder for what is being written: another call may write there as well."""
         require_one_process("a model or text in memory")
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / _PARTIAL
-        remove(partial)
-        if partial not in self.written:
-            self.written.append(partial)
+        for left in self.folder.glob(f"{_PARTIAL}*"):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                remove(left)
+        partial = self.folder / f"{_PARTIAL}{uuid.uuid4().hex}"
+        self.written.append(partial)
         return partial
 
     def _named(self, partial: Path, name: str, sha256: str, suffix: str) -> Path:
@@ -189,6 +194,23 @@ def _names_a_source(item: Any) -> bool:
     return not has_blanks or is_like_a_file or os.path.exists(place)
 
 
+def _forget_last_call(tokenizer_file: Path) -> None:
+    """Take truncation and padding out of a tokenizer's file: its last call left them there."""
+    if tokenizer_file.is_file():
+        values = read_json(tokenizer_file)
+        write_json(tokenizer_file, {**values, "truncation": None, "padding": None})
+
+
+def _rows_of_table(given: Iterable[Any]) -> Iterable[Any]:
+    """Rows of a DataFrame of pandas or polars, which iterates over its columns; else as given."""
+    if hasattr(given, "to_dicts"):
+        return given.to_dicts()  # type: ignore[no-any-return]
+    if hasattr(given, "to_dict") and hasattr(given, "columns"):
+        filled = given.astype(object).where(given.notna(), None)  # type: ignore[attr-defined]
+        return filled.to_dict("records")  # type: ignore[no-any-return]
+    return given
+
+
 def _rows(given: Iterable[Any], option: str) -> Iterator[str]:
     """Each text, chat or row as a line of JSON."""
     for number, item in enumerate(given, 1):
@@ -203,11 +225,14 @@ def _rows(given: Iterable[Any], option: str) -> Iterator[str]:
                 "(a list of messages) or a row (a dict)."
             )
         try:
-            yield json.dumps(row, ensure_ascii=False, default=_plain)
-        except TypeError as error:
+            line = json.dumps(row, ensure_ascii=False, default=_plain)
+            line.encode("utf-8")  # half of a surrogate pair is no character
+        except (TypeError, UnicodeEncodeError) as error:
             raise UserError(
-                f"row {number} of {option} cannot be written as JSON ({error}). Remove that column."
+                f"row {number} of {option} cannot be written as JSON in UTF-8 "
+                f"({one_line(error)}). Mend the row, or remove that column."
             ) from error
+        yield line
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ Nothing here imports PyTorch, which takes seconds to load.
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
@@ -35,6 +35,11 @@ from dotmoe.run.config import RECIPES, RunConfig, recipe_of
 
 Config = TypeVar("Config")
 
+_DECIDES_DEFAULTS = {
+    *("active", "active_experts", "experts", "expert_size", "keep", "shared", "targets"),
+    *("method", "format"),
+}
+"""Options from which defaults of others follow, as they do from the model."""
 _HELP = ("-h", "--help", "--help-all")
 CONFIGS = {
     "quickstart": running.QuickstartConfig,
@@ -60,6 +65,8 @@ class Start(NamedTuple):
     """Arguments that it names."""
     unused: tuple[str, ...]
     """Options that somebody wrote into the file, and that have no effect by themselves."""
+    defaults: tuple[str, ...] = ()
+    """Options of the file that nobody gave: their values followed from the model and others."""
 
 
 class _Words(NamedTuple):
@@ -90,6 +97,7 @@ def config_of(command: str, line: Sequence[str]) -> Any:
         config = _config(
             f"dotmoe {command}", CONFIGS[command], options, words, start.config, start.named
         )
+        config = with_open_defaults(config, start, given.options)
     except UserError as error:
         raise UserError(f"{error} See dotmoe {command} --help.") from error
     check(config, given.options)
@@ -248,11 +256,13 @@ def start_of(command: str, given: dict[str, Any]) -> Start:
     if "recipe" in given and "config" in given:
         raise UserError("--recipe and --config both name a starting config. Give one of them.")
     start, unused = recipe_of(recipes, given.get("recipe")), list[str]()
+    defaults = tuple[str, ...]()
     if "config" in given:
         (option,) = [each for each in command_options(command) if each.name == "config"]
         file = option.value(given["config"])
         start = _config_in(file, type(start))
         edited = _edited(file, start, recipes)
+        defaults = tuple(name for name in _defaults_in(file) if name not in edited)
         unused = [name for name, _ in without_effect(start, edited)]
         if isinstance(start, RunConfig):  # its repair is the one that the time allowed
             _require_repair_of_time(given, start, edited)
@@ -263,7 +273,24 @@ def start_of(command: str, given: dict[str, Any]) -> Start:
         values["method"] = "dot_moe"
     if command == "inspect":
         values["out"] = ""
-    return Start(CONFIGS[command](**values), named, tuple(unused))
+    return Start(CONFIGS[command](**values), named, tuple(unused), defaults)
+
+
+def with_open_defaults(config: Any, start: Start, given: Collection[str]) -> Any:
+    """The config with defaults of its file open again, if what they follow from is another."""
+    follows = not _DECIDES_DEFAULTS.isdisjoint(given)
+    if not start.defaults or not (follows or config.model != start.config.model):
+        return config
+    plain = flat(type(config)(model="", out=""))
+    values = {name: plain[name] for name in start.defaults if name not in given}
+    return built(type(config), config, values)
+
+
+def _defaults_in(file: Path) -> tuple[str, ...]:
+    """Options of a run's config file that nobody gave; none of a file without a run."""
+    with suppress(UserError):
+        return tuple(read_json(file.with_name("manifest.json")).get("defaults", ()))
+    return ()
 
 
 def _config_in(file: Path, cls: type[Config]) -> Config:

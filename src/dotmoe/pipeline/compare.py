@@ -31,6 +31,7 @@ from dotmoe.run.config import CompareConfig, PruneRunConfig, RunConfig, finetune
 from dotmoe.run.defaults import default_sources
 from dotmoe.run.folder import RunFolder, provenance
 from dotmoe.text.answers import asks_by_name
+from dotmoe.text.tokenise import TokenisedText
 
 _OWN = "own, not exportable"
 
@@ -240,9 +241,10 @@ def _pruned_row(point: Point, config: PruneRunConfig, results: dict[str, Any]) -
 
 
 def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
-    """Number of tokens that a conversion's calibration and `steps` of training were given."""
-    block = min(config.data.seq_len, model.widths.context)
-    return config.calibration_tokens(model.widths.model) + steps * config.align.batch_size * block
+    """Number of tokens that a conversion's calibration and `steps` of training have read."""
+    text = TokenisedText.load(RunFolder(Path(config.out)).stage("data")).training
+    calibrated = min(config.calibration_tokens(model.widths.model), text.num_tokens)
+    return calibrated + steps * config.align.batch_size * text.seq_len
 
 
 def _is_finetuned(config: CompareConfig, run: RunConfig | PruneRunConfig, row: Row) -> bool:

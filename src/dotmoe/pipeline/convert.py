@@ -19,7 +19,7 @@ from dotmoe.common.distributed import (
     resolved_device,
 )
 from dotmoe.common.files import read_json, write_json
-from dotmoe.common.options import checked
+from dotmoe.common.options import changed, checked
 from dotmoe.common.progress import Progress
 from dotmoe.export.write import export_dtype, require_exportable
 from dotmoe.measure.inspection import chosen_in_time
@@ -60,10 +60,13 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     """
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
-            config = raise_on_all_ranks(lambda: config_with_defaults(checked(config)))
+            given = raise_on_all_ranks(lambda: checked(config))
+            config = raise_on_all_ranks(lambda: config_with_defaults(given))
+            defaults = sorted(changed(config, given))
             if config.time:
                 config = broadcast_from_rank_zero(lambda: _in_time(config, progress))
             run = Run(config, progress)
+            run.defaults = tuple(defaults)
             if run.start(work):
                 return run.conversion()
             fitted = _fitted(run)

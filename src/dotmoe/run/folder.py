@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -112,8 +112,19 @@ class RunFolder:
                 raise UserError(f"{error}. {remedy}") from error
             if "stages" not in manifest:
                 raise UserError(f"{path} is not the manifest of a dotmoe run. {remedy}")
-            self._manifest = manifest
+            self._manifest = self._with_inputs_here(manifest)
         return self._manifest
+
+    def _with_inputs_here(self, values: Any) -> Any:
+        """Values with paths of inputs in this folder, where it is now if it was moved."""
+        if isinstance(values, dict):
+            return {name: self._with_inputs_here(each) for name, each in values.items()}
+        if isinstance(values, list):
+            return [self._with_inputs_here(each) for each in values]
+        if not isinstance(values, str) or Path(values).parent.name != INPUTS:
+            return values
+        here = self.path.absolute() / INPUTS / Path(values).name
+        return str(here) if here.exists() and not os.path.exists(values) else values
 
     def config(self, cls: type[Config]) -> Config:
         """The config of the run; refused if another command made the run."""
@@ -186,13 +197,19 @@ class RunFolder:
                 raise
 
     def begin(
-        self, config: Any, model: str, revision: str | None, inputs: Mapping[str, str]
+        self,
+        config: Any,
+        model: str,
+        revision: str | None,
+        inputs: Mapping[str, str],
+        defaults: Sequence[str] = (),
     ) -> None:
         """Record the config and inputs of the run, or refuse inputs other than the recorded ones.
 
         `model` is the user's name for the dense model, `revision` its commit on the hub; `inputs`
         are fingerprints by name: of the `model`, of its `text`, of the `experts` to finetune. One
-        that is left out stays as it is recorded.
+        that is left out stays as it is recorded. `defaults` are options of the config that nobody
+        gave.
         """
         stages = {}
         if self.exists:
@@ -202,7 +219,7 @@ class RunFolder:
                 stages = {name: made for name, made in stages.items() if name != "answers"}
             inputs = {**recorded, **inputs}
         values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
-        about |= {"revision": revision}
+        about |= {"revision": revision, "defaults": list(defaults)}
         self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
         write_json(self.path / _CONFIG, values)
 

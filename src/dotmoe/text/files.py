@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.text.rows import FIELDS, Asking, RowReader, is_message
+from dotmoe.text.rows import BESIDE_MESSAGES, FIELDS, Asking, RowReader, is_message
 
 PIECE_CHARACTERS = 1 << 16
 """Maximum number of characters that are tokenised at once; longer documents are cut."""
@@ -245,9 +245,12 @@ def _no_json(place: object, cause: object) -> UserError:
 
 def _parquet(path: Path, file: io.BufferedReader, rows: RowReader) -> Iterator[str]:
     table = pyarrow.parquet.ParquetFile(file)
+    present = table.schema_arrow.names
     wanted = [rows.field] if rows.field else [*FIELDS]
     # Read only useful columns; without one, read all, so that the error can list their names.
-    columns = [name for name in wanted if name in table.schema_arrow.names] or None
+    columns = [name for name in wanted if name in present] or None
+    if columns and not rows.field:  # a row says what it has beside its messages
+        columns += [name for name in BESIDE_MESSAGES if name in present and name not in columns]
     batches = table.iter_batches(batch_size=256, columns=columns)
     read = chain.from_iterable(batch.to_pylist() for batch in batches)
     for number, row in enumerate(read, start=1):

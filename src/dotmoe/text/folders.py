@@ -1,6 +1,7 @@
 """Which files of a folder are the data."""
 
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -55,9 +56,17 @@ def is_saved(folder: Path) -> bool:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Files in a folder and those below it, by name, without hidden ones."""
-    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return [folder / name for name in sorted(names) if not any(p[0] == "." for p in name.parts)]
+    """Files in a folder and those below it, by name, without hidden ones; links are followed."""
+    found, seen = list[Path](), set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(real)
+        found += [Path(place, name).relative_to(folder) for name in names]
+    shown = (name for name in found if not any(part[0] == "." for part in name.parts))
+    return [folder / name for name in sorted(shown) if (folder / name).is_file()]
 
 
 def data_of_folder(folder: Path, split: str, field: str | None) -> FolderData:

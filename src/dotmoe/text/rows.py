@@ -24,7 +24,7 @@ INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 """Fields of an Alpaca row, a chat of two turns; they are tried last."""
 _OTHERS_OF_ALPACA = ("system", "history")
 """Fields that LLaMA-Factory adds to an Alpaca row."""
-_BESIDE_MESSAGES = ("system", "tools", "completion", "response", "chosen")
+BESIDE_MESSAGES = ("system", "tools", "completion", "response", "chosen")
 """Fields that some data sets keep beside the messages or the prompt of a chat."""
 PROMPT = "prompt"
 """Field of a row that asks: what a user says, as text or as messages. It is tried last."""
@@ -274,8 +274,11 @@ class RowReader(NamedTuple):
 
         Raises `UserError` as `content_of` and `rendered` do, or for what is no Unicode text.
         """
-        if self.field is None and isinstance(row, Mapping) and len(full_fields(row)) > 1:
-            first, *others = full_fields(row)
+        full = full_fields(row) if self.field is None and isinstance(row, Mapping) else []
+        if full and full[0] not in CHAT_FIELDS and not _is_blank(row.get(PROMPT)):
+            full.append(PROMPT)
+        if len(full) > 1:
+            first, *others = full
             warn_once(
                 f"{self.source}: rows say something in {first} and in {', '.join(others)}; "
                 f"{first} is read. Name another: SOURCE#FIELD"
@@ -299,7 +302,7 @@ class RowReader(NamedTuple):
 def _say_unread(source: str, row: Mapping[str, Any]) -> None:
     """Warn of what stands beside the messages of a chat, but belongs to what the model reads."""
     is_alpaca = next(iter(full_fields(row)), None) == INSTRUCTION  # its system message is read
-    for name in _BESIDE_MESSAGES:
+    for name in BESIDE_MESSAGES:
         if not is_alpaca and not _is_blank(row.get(name)):
             warn_once(
                 f"{source}: rows have {name} beside their messages, which is not read. Write it "
