@@ -214,6 +214,28 @@ def test_exactly_the_blocks_that_share_a_run_are_left_out(num_heldout, monkeypat
     assert torch.equal(left, torch.stack(expected))
 
 
+def test_documents_that_are_shorter_than_a_run_are_found_whole(tmp_path):
+    """Rows of a data set in another order; what every row repeats is no leak."""
+    rows = [torch.randint(2, 30_000, (38,), dtype=torch.int32) for _ in range(400)]
+    begin, header = torch.tensor([1], dtype=torch.int32), torch.arange(2, 22, dtype=torch.int32)
+
+    def text(numbers, extra=()):
+        parts = [torch.cat([begin, *extra, rows[number]]) for number in numbers]
+        joined = torch.cat(parts)
+        return TokenBlocks(joined[: len(joined) // 256 * 256].view(-1, 256))
+
+    shuffled = [int(number) for number in torch.randperm(400)]
+    assert overlap(text(range(400)), text(shuffled)) < 0.2
+    assert overlap(text(range(400)), text(shuffled), 1) > 0.9
+    assert overlap(text(range(200)), text(range(200, 400)), 1) == 0
+    both = (header, begin)
+    assert overlap(text(range(200), both), text(range(200, 400), both), 1) == 0
+    path = tmp_path / "left.safetensors"
+    held = text(range(360, 400))
+    left_out = write_decontaminated(text(range(400)), held, path, separator=1)
+    assert left_out == pytest.approx(40 * 39 / 256, abs=2)
+
+
 def test_a_held_out_text_cut_otherwise_is_found_and_nothing_else(tmp_path):
     text = torch.randint(2, 30_000, (2_048,), dtype=torch.int32)
     other = torch.randint(2, 30_000, (1_024,), dtype=torch.int32)

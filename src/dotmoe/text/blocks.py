@@ -8,10 +8,12 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +28,8 @@ RUN_TOKENS = 64
 """Length, in tokens, of the runs of held-out text that no training block may contain."""
 
 
+_FEWEST_TOKENS = 8
+"""Shorter documents are common words."""
 _HEADER_BYTES, _BUFFER_BYTES = 512, 1 << 22
 _BLOCKS_AT_ONCE = 256
 _BASE, _INVERSE = 0x9E3779B97F4A7C15 - (1 << 64), -0xE217C1E66C88CC3
@@ -209,18 +213,25 @@ def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
     blocks.select(slice(head)).save(path)
 
 
-def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path) -> int:
+def write_decontaminated(
+    training: TokenBlocks, heldout: TokenBlocks, path: Path, separator: int | None = None
+) -> int:
     """Write the training blocks that share no run of tokens with the held-out text, in order.
 
     The held-out text is cut into runs of `RUN_TOKENS` tokens, and each run is searched for at every
     position of every training block, so a block with twice that many held-out tokens in a row is
-    always found. Memory does not grow with the training text.
+    always found. A block with a whole shorter document of the held-out text is left out, too.
+    Memory does not grow with the training text. `separator` is the token between documents.
 
     Returns the number of blocks left out. Raises `UserError` if none remains, or the disk is full.
     """
     run, seen = _runs(training, heldout)
     parts = torch.split(training.tokens_BT, _BLOCKS_AT_ONCE)
     is_kept_B = torch.cat([~torch.isin(_hashes(rows, run), seen).any(dim=1) for rows in parts])
+    short = _own_documents(heldout, separator)
+    for number, row_T in enumerate(training.tokens_BT if short else ()):
+        if not short.keys().isdisjoint(_short_documents(row_T, separator)):
+            is_kept_B[number] = False
     left_out = int((~is_kept_B).sum())
     if left_out == training.num_blocks:
         raise UserError(
@@ -236,7 +247,41 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
     return left_out
 
 
-def overlap(training: TokenBlocks, heldout: TokenBlocks) -> float:
+def overlap(training: TokenBlocks, heldout: TokenBlocks, separator: int | None = None) -> float:
+    """Share of the held-out text that the training text contains.
+
+    It is found by runs of `RUN_TOKENS` tokens, or, of documents that are too short for them, by
+    whole documents between two tokens `separator`: the larger share of the two.
+    """
+    short = _own_documents(heldout, separator)
+    seen = set[bytes]()
+    for rows in torch.split(training.tokens_BT, _BLOCKS_AT_ONCE) if short else ():
+        seen |= short.keys() & set(_short_documents(rows.flatten(), separator))
+    of_documents = sum(short[each] for each in seen) / heldout.num_tokens
+    return max(of_documents, _overlap_of_runs(training, heldout))
+
+
+def _own_documents(heldout: TokenBlocks, separator: int | None) -> dict[bytes, int]:
+    """Short documents of the held-out text with their lengths, without what it repeats itself.
+
+    The beginning of every chat is repeated where the separator ends a turn as well.
+    """
+    found = Counter(_short_documents(heldout.tokens_BT.flatten(), separator))
+    size = heldout.tokens_BT.element_size()
+    return {each: len(each) // size for each, times in found.items() if times == 1}
+
+
+def _short_documents(text_T: Tensor, separator: int | None) -> Iterator[bytes]:
+    """The ids, as bytes, of whole documents that may hold no run of `RUN_TOKENS` tokens."""
+    if separator is None:
+        return
+    places = (text_T == separator).nonzero()[:, 0].tolist()
+    for before, after in pairwise(places):
+        if _FEWEST_TOKENS < after - before < 2 * RUN_TOKENS:
+            yield text_T[before + 1 : after].numpy().tobytes()
+
+
+def _overlap_of_runs(training: TokenBlocks, heldout: TokenBlocks) -> float:
     """Share of the held-out text's runs of `RUN_TOKENS` tokens that the training text contains."""
     run, every = _runs(training, heldout)
     found = torch.zeros(len(every), dtype=torch.bool)

@@ -245,6 +245,12 @@ def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterat
                 yield Piece(ids, is_start, len(piece.encode()))
 
 
+def separator_id(tokenizer: Any) -> int | None:
+    """Id of the token between documents; None if there is none."""
+    bos: int | None = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if bos is None else bos
+
+
 def separator_of(tokenizer: Any) -> str:
     """Description of what separates documents under this tokenizer."""
     if tokenizer.bos_token_id is not None:

@@ -12,7 +12,7 @@ from dotmoe.models.family import DenseModel
 from dotmoe.text.answers import HELD_OUT, OwnAnswers, num_answer_tokens, num_chat_tokens
 from dotmoe.text.blocks import TokenBlocks, overlap, split_off_tail, write_decontaminated
 from dotmoe.text.config import DataConfig
-from dotmoe.text.packing import Record, pack_sources
+from dotmoe.text.packing import Record, pack_sources, separator_id
 from dotmoe.text.sources import PROMPTS, SELF, documents, means, sources_of, text_of
 from dotmoe.text.whole_chats import whole_chats
 
@@ -21,6 +21,7 @@ OTHER = "other.safetensors"
 """File with blocks of a second text to evaluate on, in the stage's folder."""
 _READ_FOR_ONE = 8
 """Tokens read per token drawn from the text: the first documents alone may share one topic."""
+_BOILERPLATE = 0.01
 _TEXT_NAMES = {"training": "training text", "heldout": "held-out text"}
 NO_ANSWERS = OwnAnswers()
 """Of a run that asks nothing."""
@@ -142,11 +143,11 @@ def tokenise(
         # The source may contain some of the held-out text, which is left out then.
         size = tokens + TokenBlocks.load(heldout).num_tokens
         record["training"] = _fitted(data, own, dense, whole, size, progress)
-        record["left_out_blocks"] = _decontaminated(whole, heldout, training, progress)
+        record["left_out_blocks"] = _decontaminated(whole, heldout, training, dense, progress)
     elif eval_text:
         record["training"] = _fitted(data, own, dense, training, tokens, progress)
-    if eval_text:
-        record["overlap"] = _share_trained_on(training, heldout, beside)
+    if eval_text or not (own.fitted or beside):
+        record["overlap"] = _share_trained_on(training, heldout, dense, beside)
         name = _with_overlap(name, record["overlap"], progress)
     for note in notes_on(record):
         progress.log(note)
@@ -162,9 +163,14 @@ def _in_context(data: DataConfig, dense: DenseModel, progress: Progress) -> Data
     return replace(data, seq_len=dense.widths.context)
 
 
-def _decontaminated(whole: Path, heldout: Path, training: Path, progress: Progress) -> int:
+def _decontaminated(
+    whole: Path, heldout: Path, training: Path, dense: DenseModel, progress: Progress
+) -> int:
     """Move blocks from `whole` to `training` but those of held-out text; return their number."""
-    left_out = write_decontaminated(TokenBlocks.load(whole), TokenBlocks.load(heldout), training)
+    separator = separator_id(dense.tokenizer)
+    left_out = write_decontaminated(
+        TokenBlocks.load(whole), TokenBlocks.load(heldout), training, separator
+    )
     whole.unlink()
     if left_out:
         progress.log(
@@ -173,17 +179,23 @@ def _decontaminated(whole: Path, heldout: Path, training: Path, progress: Progre
     return left_out
 
 
-def _share_trained_on(training: Path, heldout: Path, beside: TokenisedText | None) -> float:
+def _share_trained_on(
+    training: Path, heldout: Path, dense: DenseModel, beside: TokenisedText | None
+) -> float:
     """Share of held-out text that is training text, also that of the run that is finetuned."""
-    share = overlap(TokenBlocks.load(training), TokenBlocks.load(heldout))
+    separator = separator_id(dense.tokenizer)
+    share = overlap(TokenBlocks.load(training), TokenBlocks.load(heldout), separator)
     if beside is None:
         return share
-    return max(share, overlap(beside.training, TokenBlocks.load(heldout)))
+    return max(share, overlap(beside.training, TokenBlocks.load(heldout), separator))
 
 
 def _with_overlap(name: tuple[str, ...], share: float, progress: Progress) -> tuple[str, ...]:
-    """The name of held-out text, with the share of it that is training text, if any is."""
-    if not share:
+    """The name of held-out text, with the share of it that is training text, if any is.
+
+    Less than a hundredth is boilerplate, such as licences.
+    """
+    if share < _BOILERPLATE:
         return name
     progress.log(f"{share:.2%} of {', '.join(name)} is training text: results on it are no test")
     return (*name, f"{share:.2%} of it training text")
