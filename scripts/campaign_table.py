@@ -19,6 +19,9 @@ FRONT_PAGE = (
     *("static-finetuned", "cmoe-repaired", "sparsegpt-2-4"),
 )
 """Rows on the front page, without their shares."""
+_MOST_NAMES = 8
+_SHORT_REPAIR = ("refitted", "static-refitted")
+"""Rows that give way to those with the whole repair, where these are made."""
 
 
 def on_answers(row: Any) -> dict[str, str | None]:
@@ -119,7 +122,7 @@ def front_page(records: Mapping[str, Any], tabled: Callable[..., str]) -> str:
         (record | {"file": file}, row)
         for file, record in records.items()
         for row in record["rows"]
-        if row["is_made"] and _without_share(row) in FRONT_PAGE
+        if row["is_made"] and _without_share(row) in FRONT_PAGE and not _gives_way(row, record)
     ]
     columns: dict[str, Cell] = {
         "model": lambda row: f"[{row[0]['model']['title']}]({row[0]['file']})",
@@ -133,6 +136,14 @@ def front_page(records: Mapping[str, Any], tabled: Callable[..., str]) -> str:
         if any(name in row["measures"] for _, row in rows):
             columns[TASKS[name]] = partial(_score_beside_dense, name)
     return tabled(rows, columns, words=3)
+
+
+def _gives_way(row: Any, record: Any) -> bool:
+    """Whether a row of the short repair has one beside it with the whole repair."""
+    if _without_share(row) not in _SHORT_REPAIR:
+        return False
+    whole = row["name"].replace("refitted", "repaired")
+    return any(other["is_made"] for other in record["rows"] if other["name"] == whole)
 
 
 def _share(row: Any) -> str | None:
@@ -188,9 +199,8 @@ def not_measured(record: Any) -> str:
         if not row["is_made"]:
             left_out.setdefault(row["why_not_made"], []).append(row)
     for reason, rows in left_out.items():
-        names = ", ".join(f"`{row['name']}`" for row in rows)
         hours = sum(row["expected_hours"] for row in rows)
-        said.append(f"- rows, {reason}, {hours:.1f} h expected: {names}")
+        said.append(f"- rows, {reason}, {hours:.1f} h expected: {_names_of(rows)}")
     reasons = dict[str, list[str]]()
     for row in record["rows"]:
         if row["is_made"]:
@@ -200,3 +210,10 @@ def not_measured(record: Any) -> str:
         of_rows = f"of {len(without)} rows" if len(without) > 3 else f"of {', '.join(without)}"
         said.append(f"- {reason} ({of_rows})")
     return "\n".join(["Not measured:", "", *said]) if said else "All rows and measures are there."
+
+
+def _names_of(rows: Sequence[Any]) -> str:
+    """Names of rows, or how many they are."""
+    if len(rows) > _MOST_NAMES:
+        return f"{len(rows)} of them, which `--plan` lists"
+    return ", ".join(f"`{row['name']}`" for row in rows)

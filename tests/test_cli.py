@@ -245,6 +245,25 @@ def test_a_config_file_is_refused_for_an_option_without_effect(name, beside_a_ru
             assert f"or leave {option} in {file} out." in said
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--recipe qwen25_7b OUT", (128, None, None, 37, None)),
+        ("--recipe qwen25_7b OUT --active 0.5", (128, None, 0.5, None, None)),
+        ("--recipe qwen25_7b OUT --experts 8 --active-experts 2", (None, 8, None, 2, None)),
+        ("M OUT --active 0.5", (None, None, 0.5, None, None)),
+    ],
+)
+def test_an_option_takes_the_place_of_what_a_recipe_says_otherwise(line, found):
+    """By the command line and in Python."""
+    experts = config_of("convert", line.split()).experts
+    names = ("expert_size", "experts", "active", "active_experts", "keep")
+    assert tuple(getattr(experts, name) for name in names) == found
+    assert recipe("qwen25_7b", active=0.5).experts.active_experts is None
+    both = ["M", "OUT", "--active", "0.5", "--active-experts", "3"]
+    assert "each determines the other" in refusal(config_of, "convert", both)
+
+
 def test_defaults_in_the_file_of_a_run_follow_what_is_given_anew(tmp_path):
     """What somebody gave stays; a plain repeat has the values of the run."""
     start = recipe(model="M", out="OUT", active=0.75, shared=0.375, first_dense_layers=1)

@@ -47,7 +47,7 @@ from dotmoe.pipeline import prune as pruning
 from dotmoe.pipeline.reexport import reexport, said_of_export
 from dotmoe.pipeline.rows import said_of_comparison
 from dotmoe.pipeline.stages import Conversion
-from dotmoe.run.config import FinetuneRunConfig, PruneRunConfig, RunConfig
+from dotmoe.run.config import FinetuneRunConfig, PruneRunConfig, RunConfig, overridden
 from dotmoe.run.folder import INPUTS, RunFolder
 
 Place = str | os.PathLike[str]
@@ -438,7 +438,7 @@ class Call:
                 values[name] = inputs.text(values[name], name) if inputs else names
         values = in_python(self.cls, values, f"dotmoe.{self.command}")
         config = built(self.cls, self.start.config, values)
-        config = with_open_defaults(config, self.start, self.given)
+        config = with_open_defaults(overridden(config, self.given), self.start, self.given)
         check(config, self.given)
         require_effect(config, self.start.unused, self.file)
         return config

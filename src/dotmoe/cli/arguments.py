@@ -31,7 +31,7 @@ from dotmoe.common.options import (
 )
 from dotmoe.measure import config as measuring
 from dotmoe.run import config as running
-from dotmoe.run.config import RECIPES, RunConfig, recipe_of
+from dotmoe.run.config import RECIPES, RunConfig, overridden, recipe_of
 
 Config = TypeVar("Config")
 
@@ -97,7 +97,7 @@ def config_of(command: str, line: Sequence[str]) -> Any:
         config = _config(
             f"dotmoe {command}", CONFIGS[command], options, words, start.config, start.named
         )
-        config = with_open_defaults(config, start, given.options)
+        config = with_open_defaults(overridden(config, given.options), start, given.options)
     except UserError as error:
         raise UserError(f"{error} See dotmoe {command} --help.") from error
     check(config, given.options)

@@ -34,6 +34,8 @@ def most_active_experts(dense: DenseModel, split: Granularity, moe_tensors: int)
     if traits.qk_norm != "none":
         attention += 2
     moe_layers = num_layers - split.first_dense_layers
+    if moe_layers < 1:
+        return 0
     ffns = 3 * split.first_dense_layers + moe_tensors * moe_layers
     tensors = 2 + num_layers * attention + ffns
     room = max(1024, 8 * tensors) - 16 - 56 * num_layers

@@ -15,12 +15,18 @@ Surrogate = Literal["softmax", "soft_top_k"]
 """`softmax` is the paper's; the rows of `soft_top_k` sum to k, as those of the mask do."""
 
 
+_SIZES, _SHARES = ("expert_size", "experts"), ("active", "active_experts", "keep")
+ALTERNATIVES = (_SIZES, _SHARES)
+"""Options of which each determines the others of its group."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
     """Size of the experts and how many run per token, including those merged into a shared one."""
 
     expert_size: Annotated[int | None, at_least(1)] = None
-    """Neurons in one expert (s), a divisor of the FFN width. Default: 128 or a smaller divisor."""
+    """Neurons in one expert (s), a divisor of the FFN width. Default: 128 or a smaller divisor;
+    a larger one where llama.cpp would not run as many experts as then run per token."""
     experts: Annotated[int | None, at_least(2)] = None
     """Number of experts per layer (E), at least 2. Give this or `expert_size`."""
     active: Annotated[float | None, above(0), at_most(1)] = None
@@ -50,7 +56,7 @@ class ExpertsConfig:
 
     def check_together(self) -> None:
         """Refuse options that do not apply to the targets, or that set the same value twice."""
-        for name, other in (("expert_size", "experts"), ("active", "active_experts")):
+        for name, other in (_SIZES, _SHARES[:2]):
             value, beside = getattr(self, name), getattr(self, other)
             if None not in (value, beside):
                 raise UserError(

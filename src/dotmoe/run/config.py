@@ -1,7 +1,8 @@
 """Configs of whole runs, made up of the configs of their stages; rules across stages; recipes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.options import (
@@ -18,6 +19,7 @@ from dotmoe.common.options import (
 )
 from dotmoe.export.config import ExportConfig, GgufConfig
 from dotmoe.method.config import (
+    ALTERNATIVES,
     PAPER_ACTIVE,
     AlignConfig,
     AssignmentConfig,
@@ -31,6 +33,8 @@ from dotmoe.rivals.config import BASELINES, BaselineConfig, ComparedName, Method
 from dotmoe.run import needs as tables
 from dotmoe.text.config import AnswersConfig, DataConfig
 from dotmoe.training.config import TrainingConfig
+
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,6 +329,18 @@ def finetune_recipe(name: str = "default", **options: Any) -> FinetuneRunConfig:
     return cast(FinetuneRunConfig, _changed("finetune", name, options, "dotmoe.finetune_recipe"))
 
 
+def overridden(config: Options, given: Iterable[str]) -> Options:
+    """The config without what a recipe or file says of a value that a given option determines.
+
+    `--active` takes the place of the recipe's `active_experts`.
+    """
+    given, without = set(given), dict[str, None]()
+    for group in ALTERNATIVES:
+        if not given.isdisjoint(group):
+            without |= dict.fromkeys(name for name in group if name not in given)
+    return cast(Options, built(type(config), config, without))
+
+
 def _changed(command: str, name: str, options: dict[str, Any], place: str) -> AnyRunConfig:
     start = recipe_of(command, name)
     groups = {each.name: getattr(start, each.name) for each in fields(start)}
@@ -336,5 +352,6 @@ def _changed(command: str, name: str, options: dict[str, Any], place: str) -> An
     single = {name: value for name, value in options.items() if name not in whole}
     base = replace(start, **whole)
     config = built(type(base), base, in_python(type(base), single, place))
+    config = overridden(config, single)
     require_effect(config, changed(config, start))
     return cast(AnyRunConfig, config)
