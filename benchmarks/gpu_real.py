@@ -103,12 +103,15 @@ def subject(options: Asked) -> tuple[str, str]:
 
 def running(options: Asked, task: str, source: object, out: Path, *more: object) -> dict[str, Any]:
     """Figures of a command, and the losses of its training; a stopped one's losses are printed."""
-    words: list[object] = [task, source, out, "--device", options.device, *more]
+    given = list(more)
+    tiny: list[object] = []
+    if options.tiny:
+        tiny = tiny_options(task, more, subject(options)[1] if options.files else None)
+        given = without(given, tiny)
+    words: list[object] = [task, source, out, "--device", options.device, *given, *tiny]
     heldout = sorted(options.files.glob("heldout.*")) if options.files else []
     if heldout:  # else each recipe keeps other blocks of the text out
         words += ["--eval-text", *heldout]
-    if options.tiny:
-        words += tiny_options(task, more, subject(options)[1] if options.files else None)
     try:
         status = command("-m", "dotmoe", *words)
     finally:
@@ -120,6 +123,17 @@ def running(options: Asked, task: str, source: object, out: Path, *more: object)
     if found["tokens"]:
         found["tokens_per_s"] = found["tokens"] / sum(found["step_seconds"])
     return found
+
+
+def without(words: list[object], others: list[object]) -> list[object]:
+    """Options and their values without those that `others` give."""
+    left, is_dropped = list[object](), False
+    for word in words:
+        if str(word).startswith("--"):
+            is_dropped = word in others
+        if not is_dropped:
+            left.append(word)
+    return left
 
 
 def tiny_options(task: str, given: tuple[object, ...], text: str | None) -> list[object]:
