@@ -94,8 +94,8 @@ def campaigns() -> list[tuple[str, list[tuple[str, float, float]]]]:
         points = []
         for row in record["rows"]:
             others = row["measures"].get("answers", {}).get("others")
-            if others and row["share"]:
-                name = f"{row['what']}, {percent(row['share'])}"
+            if others and row["name"] != "dense":
+                name = f"{row['what']}, {percent(row['share'])}" if row["share"] else row["what"]
                 points.append((name, others["kl"], others["kl_stderr"] or 0.0))
         panels.append((record["model"]["title"], points))
     return panels
@@ -111,8 +111,9 @@ def kept() -> Figure:
         for place, (name, kl, error) in enumerate(points):
             colour = COLOURS["repaired" if name.startswith("dotmoe") else "other"]
             axes.errorbar(kl, place, xerr=error, fmt="o", color=colour, capsize=3)
-        axes.set(title=title, xlim=(0, None), ylim=(len(points) - 0.5, -0.5))
+        axes.set(title=title, ylim=(len(points) - 0.5, -0.5))
         axes.set_yticks(range(len(points)), [name for name, *_ in points])
+    drawn.axes[-1].set_xlim(0, None)  # of all panels, which share it
     drawn.axes[-1].set_xlabel("KL to the dense model per token of its held-out answers, nats")
     return drawn
 
