@@ -86,7 +86,7 @@ def test_text_to_measure_on_that_is_training_text_is_named_so(share, text, token
     mine = tmp_path / "mine.jsonl"
     mine.write_text("\n".join([*rows[: int(12 * share)], json.dumps({"text": "x" * 170})]))
     made = tokenised(text, eval_text=(str(mine),), seq_len=128)
-    assert made.record["overlap"] == share
+    assert made.record["overlap"] == pytest.approx(share, abs=0.05)
     note = f"{made.record['overlap']:.2%} of it training text"
     assert made.text.heldout_name == (str(mine), note)
     assert any(line.endswith("is training text: results on it are no test") for line in made.lines)

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from dotmoe.common.progress import Progress
 from dotmoe.models import chat
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import answers
 from dotmoe.text.answers import (
     Question,
+    own_answers,
     own_prompts,
     own_turns,
     question,
@@ -17,6 +19,8 @@ from dotmoe.text.answers import (
     write_answers,
     write_continuations,
 )
+from dotmoe.text.config import DataConfig
+from runs import refusal
 
 CHATML = (
     "{% for m in messages %}<u>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
@@ -39,6 +43,17 @@ def test_the_template_says_how_turns_begin_and_end(speaker):
     assert tokenizer.decode(asked) == "<u>user:Hi</s><u>assistant:"
     assert tokenizer.decode(chat.user_opening(tokenizer)) == "<u>user:"
     assert chat.end_tokens(speaker.model, tokenizer) == {tokenizer.eos_token_id}
+
+
+def test_a_template_that_says_nothing_or_refuses_is_named_where_it_is_needed(speaker):
+    speaker.tokenizer.chat_template = "{{ '' }}"
+    said = refusal(chat.asked, speaker.tokenizer, [{"role": "user", "content": "Hi"}])
+    assert "writes nothing for a question" in said
+    speaker.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert chat.end_tokens(speaker.model, speaker.tokenizer) == {speaker.tokenizer.eos_token_id}
+    text = DataConfig(data=("a.txt",), seq_len=64)
+    how = {"identity": "x", "tokens": 100, "seed": 0, "progress": Progress(quiet=True)}
+    assert own_answers(speaker, text, heldout=0, **how).fitted == ()
 
 
 def test_answers_are_chats_that_anyone_can_read_with_the_ids_as_drawn(speaker, tmp_path):

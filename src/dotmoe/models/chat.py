@@ -1,6 +1,7 @@
 """What a chat template says: how a question is asked, how a user's turn begins, where turns end."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,15 @@ def states_chats(folder: Path) -> bool:
 def asked(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Token ids of a chat that ends with the user's turn, and of what comes before the answer.
 
-    Raises `UserError` if there is no template, or it refuses the messages.
+    Raises `UserError` if there is no template, or it refuses the messages or writes nothing.
     """
-    return ids_of(tokenizer, _rendered(tokenizer, messages, before_answer=True))
+    ids = ids_of(tokenizer, _rendered(tokenizer, messages, before_answer=True))
+    if not ids:
+        raise UserError(
+            "the model's chat template writes nothing for a question. Mend chat_template.jinja, or "
+            "give text and --heldout-answers 0."
+        )
+    return ids
 
 
 def user_opening(tokenizer: Any) -> list[int]:
@@ -48,7 +55,8 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     named = getattr(settings, "eos_token_id", None)
     ends.update(named if isinstance(named, list) else [named])
     if has_chats(tokenizer):
-        ends.add(_turn_end(tokenizer))
+        with suppress(UserError):  # the template may refuse a plain question
+            ends.add(_turn_end(tokenizer))
     return {end for end in ends if end is not None}
 
 

@@ -502,8 +502,8 @@ def own_answers(
     if questions or itself:
         to_fit = [each for each in questions if not each.is_held_out]
         fitted = answering.fitted(to_fit, tokens, room=room, itself=itself, first_round=first_round)
-    if not has_chats(dense.tokenizer):
-        return OwnAnswers(fitted=tuple(fitted))
+    if not has_chats(dense.tokenizer) or not heldout:
+        return OwnAnswers(fitted=tuple(fitted), asked=tokens)
     own, others = own_prompts("asked"), own_prompts("heldout")
     held_out = [each for each in (questions or own) if each.is_held_out]
     asked = {
