@@ -424,7 +424,6 @@ def tutorial(step: str) -> str:
 # --- README.md
 
 
-@part
 def sizes() -> str:
     """What half of the FFN costs models of four sizes, and the speed where measured."""
     rows = [
@@ -525,18 +524,6 @@ def papers_results() -> str:
         f"The paper reports a mean of six tasks of {llama.mean} % for LLaMA-3-8B with "
         f"{llama.active} active parameters, and of {qwen.mean} % for Qwen2.5-7B with "
         f"{qwen.active} (quoted)."
-    )
-
-
-@part
-def one_gpu(model: str) -> str:
-    """Estimated memory and time of conversions of a model on one H100, in a sentence."""
-    _, ours, papers = on_one_gpu(model)
-    return (
-        f"For {model} on one H100, `dotmoe inspect` estimates {in_about(ours['memory'])} of GPU "
-        f"memory and {about(sum(ours['took'].values()))}. For the paper's recipe it estimates "
-        f"{in_about(papers['memory'])} and {about(sum(papers['took'].values()))}. Neither was "
-        "measured."
     )
 
 

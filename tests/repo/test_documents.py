@@ -181,6 +181,16 @@ def test_the_picture_of_losses_has_the_numbers_of_the_files():
         ElementTree.parse(ROOT / f"docs/figures/loss{end}.svg")
 
 
+def test_every_table_that_the_script_makes_stands_in_a_page():
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "experiments").rglob("*.md"),
+    ]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    assert set(tables.TABLES) == set(re.findall(r"<!-- table: ([\w-]+)", text))
+
+
 def test_the_picture_of_what_is_kept_has_the_rows_of_the_campaigns():
     drawn = dict(pictures.campaigns())
     for file in sorted((ROOT / "results").glob("campaign_*.json")):
