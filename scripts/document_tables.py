@@ -56,6 +56,7 @@ HEADLINES = {
     "results/smollm2_gguf.json": ("repair", "text"),
     "results/campaign_smollm2.json": ("repair", "finetune", "text"),
     "results/campaign_qwen25_coder_0.5b.json": ("repair", "finetune", "text"),
+    "results/campaign_qwen25_coder_1.5b.json": ("repair", "finetune", "text"),
 }
 """Files of numbers on the front page and in the table of sizes, and the defaults of theirs."""
 EARLIER = frozenset(
