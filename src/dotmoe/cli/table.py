@@ -24,7 +24,7 @@ _MACHINE = ("dtype", "device")
 _OF_CONVERSIONS = (
     "Defaults are those of --recipe default, which does not align; paper and those with a model's "
     "name are the paper's settings, small and quickstart align small models. MODEL may be left out "
-    "where a recipe or config names it: --recipe llama2_7b OUT.",
+    "where a recipe or config names it, as --recipe llama2_7b does.",
 )
 
 COMMANDS = {
