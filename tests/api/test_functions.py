@@ -258,6 +258,7 @@ def test_a_call_of_a_tokenizer_changes_no_run(loaded_model, tmp_path):
     before = inputs.model(**loaded_model)
     loaded_model["tokenizer"](["a b", "c"], truncation=True, max_length=4)
     assert inputs.model(**loaded_model) == before
+    assert "transformers_version" not in read_json(Path(before) / "config.json")
     plain = tokenizers.Tokenizer.from_file(f"{before}/tokenizer.json")
     assert len(plain.encode(TEXT[:200]).ids) > 4
 

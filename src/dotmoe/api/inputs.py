@@ -22,7 +22,7 @@ from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import read_json, remove, sha256_of, write_json
 from dotmoe.models.identity import fingerprint
-from dotmoe.models.stock import quiet_transformers
+from dotmoe.models.stock import forget_versions, quiet_transformers
 from dotmoe.text.files import reader_of
 
 _DIGITS = 12
@@ -71,6 +71,7 @@ class Inputs:
             with quiet_transformers():
                 model.save_pretrained(partial)
                 tokenizer.save_pretrained(partial)
+                forget_versions(partial)
                 _forget_last_call(partial / "tokenizer.json")
         except (ValueError, RuntimeError) as error:  # such as an invalid generation_config
             raise UserError(

@@ -23,13 +23,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError, one_line, require_package
-from dotmoe.common.files import complete_folder, read_json, require_free, sha256_of, write_json
+from dotmoe.common.files import complete_folder, require_free, sha256_of
 from dotmoe.common.progress import Progress
 from dotmoe.models import tokenizer
 from dotmoe.models.gguf_header import require_sound_header
 from dotmoe.models.gguf_keys import ANOTHER, require_meaning
 from dotmoe.models.identity import cache_folder, content_of
-from dotmoe.models.stock import quiet_transformers, read_stock
+from dotmoe.models.stock import forget_versions, quiet_transformers, read_stock
 from dotmoe.models.tokenizer import from_parts
 
 try:
@@ -110,7 +110,7 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
         if not config.is_dir():
             with complete_folder(config) as partial:
                 _config(opened).save_pretrained(partial)
-                _forget_versions(partial)
+                forget_versions(partial)
                 template = opened.metadata("tokenizer.chat_template")
                 if isinstance(template, str):
                     (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -124,17 +124,8 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
                 _tokenizer(opened).save_pretrained(partial)
                 plain = read_stock(AutoConfig, config)
                 _weights(opened, plain).save_pretrained(partial)
-                _forget_versions(partial)
+                forget_versions(partial)
     return wanted
-
-
-def _forget_versions(folder: Path) -> None:
-    """Take the version of Transformers out of what it wrote: files of one GGUF are the same."""
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            values = read_json(folder / name)
-            values.pop("transformers_version", None)
-            write_json(folder / name, values)
 
 
 def _key_of(file: Path) -> str:

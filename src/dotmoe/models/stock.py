@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+from dotmoe.common.files import read_json, write_json
 from dotmoe.models import modeling_dotmoe  # noqa: F401  (registers format dotmoe)
 
 
@@ -39,3 +40,12 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if had_bars:
             transformers_logging.enable_progress_bar()
+
+
+def forget_versions(folder: Path) -> None:
+    """Take the version of Transformers out of its files: a model is the same by any version."""
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            values = read_json(folder / name)
+            values.pop("transformers_version", None)
+            write_json(folder / name, values)
