@@ -15,8 +15,9 @@ import torch
 
 from dotmoe import finetune
 from dotmoe.cli import COMMANDS
-from dotmoe.cli.arguments import CONFIGS, command_options, config_of
+from dotmoe.cli.arguments import config_of
 from dotmoe.cli.entry import message_of
+from dotmoe.cli.start import CONFIGS, command_options
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import values_of
 from dotmoe.export.architectures import FORMATS
@@ -264,29 +265,43 @@ def test_an_option_takes_the_place_of_what_a_recipe_says_otherwise(line, found):
     assert "each determines the other" in refusal(config_of, "convert", both)
 
 
-def test_defaults_in_the_file_of_a_run_follow_what_is_given_anew(tmp_path):
-    """What somebody gave stays; a plain repeat has the values of the run."""
+def test_what_nobody_gave_in_a_run_follows_what_is_given_anew(tmp_path):
+    """What somebody gave stays; a plain repeat has the values of the run, and can be repeated."""
+    file, followed = tmp_path / "config.json", ("first_dense_layers", "shared")
     start = recipe(model="M", out="OUT", active=0.75, shared=0.375, first_dense_layers=1)
-    file, defaults = tmp_path / "config.json", ["first_dense_layers", "shared"]
-    file.write_text(json.dumps(values_of(start)))
+    start = replace(start, followed=followed)
+    manifest = {"config": values_of(start)}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
 
-    def experts(*line, defaults=defaults):
-        manifest = {"config": values_of(start), "defaults": defaults}
-        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-        found = config_of("convert", ["--config", str(file), *line]).experts
-        return found.active, found.shared, found.first_dense_layers
+    def experts(*line, followed=followed, **edited):
+        values = values_of(replace(start, followed=followed))
+        values["experts"] |= edited
+        file.write_text(json.dumps(values))
+        found = config_of("convert", ["--config", str(file), *line])
+        return found.experts.active, found.experts.shared, found.experts.first_dense_layers
 
     assert experts() == (0.75, 0.375, 1)
     assert experts("--active", "0.5") == (0.5, None, None)
     assert experts("--active", "0.5", "--shared", "0.1") == (0.5, 0.1, None)
     assert experts("OTHER", "OUT") == (0.75, None, None)
     assert experts("M", "OUT2") == (0.75, 0.375, 1)
-    assert experts("--active", "0.5", defaults=["shared"]) == (0.5, None, 1)
-    assert experts("--active", "0.5", defaults=[]) == (0.5, 0.375, 1)
-    edited = values_of(start)
-    edited["experts"]["shared"] = 0.25
-    file.write_text(json.dumps(edited))
-    assert experts("--active", "0.5") == (0.5, 0.25, None)
+    assert experts("--active", "0.5", followed=("shared",)) == (0.5, None, 1)
+    assert experts("--active", "0.5", followed=()) == (0.5, 0.375, 1)
+    assert experts("--active", "0.5", shared=0.25) == (0.5, 0.25, None)
+
+
+def test_a_repeat_of_a_run_says_what_nobody_gave(tmp_path):
+    """A repeat of the repeat with another share has the other values of that share, too."""
+    start = recipe(model="M", out="OUT", active=0.75, shared=0.375, first_dense_layers=1)
+    start = replace(start, followed=("first_dense_layers", "shared"))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values_of(start)))
+    (tmp_path / "manifest.json").write_text(json.dumps({"config": values_of(start)}))
+    words = ["--config", str(file)]
+    assert config_of("convert", words).followed == ("first_dense_layers", "shared")
+    assert config_of("convert", [*words, "--shared", "0.1"]).followed == ()
+    assert config_of("convert", [*words, "--eval-tokens", "512"]).followed == start.followed
+    assert config_of("convert", [*words, "--active", "0.5"]).followed == ()
 
 
 def test_the_file_of_a_run_is_taken_whatever_its_command_line_switched_off(tmp_path):

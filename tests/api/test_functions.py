@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import dotmoe
 from dotmoe.api.functions import Call
 from dotmoe.api.inputs import Inputs
-from dotmoe.cli.arguments import command_options, config_of
+from dotmoe.cli.arguments import config_of
+from dotmoe.cli.start import command_options
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
 from dotmoe.common.options import values_of

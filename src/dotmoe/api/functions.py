@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dotmoe.api.inputs import Inputs, source_names
 from dotmoe.api.results import Result
-from dotmoe.cli.arguments import CONFIGS, start_of, with_open_defaults, with_start
 from dotmoe.cli.options import Option, options_of
+from dotmoe.cli.start import CONFIGS, start_of, with_open_defaults, with_start
 from dotmoe.cli.table import COMMANDS
 from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError

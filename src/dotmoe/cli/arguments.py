@@ -6,67 +6,24 @@ Nothing here imports PyTorch, which takes seconds to load.
 import argparse
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
-from functools import lru_cache
+from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from dotmoe.cli import help as help_texts
 from dotmoe.cli.options import Option, options_of, summary_of
+from dotmoe.cli.start import CONFIGS, command_options, start_of, with_open_defaults, with_start
 from dotmoe.cli.table import COMMANDS
 from dotmoe.common.errors import UserError, nearest
-from dotmoe.common.files import DamagedError, read_json
-from dotmoe.common.options import (
-    built,
-    changed,
-    check,
-    flat,
-    from_values,
-    marked_fields,
-    require_effect,
-    without_effect,
-)
-from dotmoe.measure import config as measuring
-from dotmoe.run import config as running
-from dotmoe.run.config import RECIPES, RunConfig, overridden, recipe_of
+from dotmoe.common.options import built, check, marked_fields, require_effect
+from dotmoe.run.config import overridden
 
 Config = TypeVar("Config")
 
-_DECIDES_DEFAULTS = {
-    *("active", "active_experts", "experts", "expert_size", "keep", "shared", "targets"),
-    *("method", "format"),
-}
-"""Options from which defaults of others follow, as they do from the model."""
 _HELP = ("-h", "--help", "--help-all")
-CONFIGS = {
-    "quickstart": running.QuickstartConfig,
-    "inspect": measuring.InspectConfig,
-    "convert": running.RunConfig,
-    "compare": running.CompareConfig,
-    "finetune": running.FinetuneRunConfig,
-    "export": running.ReexportConfig,
-    "evaluate": measuring.EvaluateConfig,
-    "analyse": measuring.AnalyseConfig,
-    "bench": measuring.BenchConfig,
-    "report": measuring.ReportConfig,
-}
-"""The class of each command's options."""
-
-
-class Start(NamedTuple):
-    """What a command starts from: a recipe, or a config file."""
-
-    config: Any
-    """One of the command's class; None if it has no recipes."""
-    named: dict[str, str]
-    """Arguments that it names."""
-    unused: tuple[str, ...]
-    """Options that somebody wrote into the file, and that have no effect by themselves."""
-    defaults: tuple[str, ...] = ()
-    """Options of the file that nobody gave: their values followed from the model and others."""
 
 
 class _Words(NamedTuple):
@@ -144,37 +101,6 @@ def as_typed(message: str, command: str, line: Sequence[str]) -> str:
     return dashed
 
 
-@lru_cache
-def command_options(command: str) -> tuple[Option, ...]:
-    """All options of a command, those of its arguments and of its start first."""
-    return with_start(command, tuple(options_of(CONFIGS[command])))
-
-
-def with_start(command: str, options: tuple[Option, ...]) -> tuple[Option, ...]:
-    """Options of a command's config, with --recipe and --config if it has recipes."""
-    recipes = COMMANDS[command].recipes
-    if recipes is None:
-        return options
-    common: dict[str, Any] = {"group": "", "takes_many": False, "is_required": False}
-    recipe = Option(
-        "recipe",
-        kinds=(str,),
-        is_optional=False,
-        default=None,
-        help=f"Settings to start from: {', '.join(RECIPES[recipes])}. Other options override them.",
-        word="NAME",
-        **common,
-    )
-    file = recipe._replace(
-        name="config",
-        kinds=(Path,),
-        help="config.json of an earlier run to start from, instead of a recipe.",
-        word="FILE",
-    )
-    arguments = tuple(each for each in options if each.is_argument)
-    return (*arguments, recipe, file, *(each for each in options if not each.is_argument))
-
-
 def _known(program: str, line: Sequence[str], options: Sequence[Option]) -> list[str]:
     """The words of a line, options with dashes.
 
@@ -246,83 +172,6 @@ def _sorted(words: Sequence[str], options: Sequence[Option]) -> _Words:
             raise UserError(f"{option} has no value ({error.message}). Give one.") from error
         raise UserError(f"{option} takes no value. Leave it out.") from error
     return _Words(vars(given), [word for word in arguments if word != "--"])
-
-
-def start_of(command: str, given: dict[str, Any]) -> Start:
-    """What --recipe or --config gives a command to start from."""
-    recipes = COMMANDS[command].recipes
-    if recipes is None:
-        return Start(None, {}, ())
-    if "recipe" in given and "config" in given:
-        raise UserError("--recipe and --config both name a starting config. Give one of them.")
-    start, unused = recipe_of(recipes, given.get("recipe")), list[str]()
-    defaults = tuple[str, ...]()
-    if "config" in given:
-        (option,) = [each for each in command_options(command) if each.name == "config"]
-        file = option.value(given["config"])
-        start = _config_in(file, type(start))
-        edited = _edited(file, start, recipes)
-        defaults = tuple(name for name in _defaults_in(file) if name not in edited)
-        unused = [name for name, _ in without_effect(start, edited)]
-        if isinstance(start, RunConfig):  # its repair is the one that the time allowed
-            _require_repair_of_time(given, start, edited)
-            start = replace(start, time=None)
-    values = {field.name: getattr(start, field.name) for field in fields(start)}
-    named = {name: values[name] for name in ("model", "run", "out") if values.get(name)}
-    if command == "compare":  # the method comes from the options of its runs
-        values["method"] = "dot_moe"
-    if command == "inspect":
-        values["out"] = ""
-    return Start(CONFIGS[command](**values), named, tuple(unused), defaults)
-
-
-def with_open_defaults(config: Any, start: Start, given: Collection[str]) -> Any:
-    """The config with defaults of its file open again, if what they follow from is another."""
-    follows = not _DECIDES_DEFAULTS.isdisjoint(given)
-    if not start.defaults or not (follows or config.model != start.config.model):
-        return config
-    plain = flat(type(config)(model="", out=""))
-    values = {name: plain[name] for name in start.defaults if name not in given}
-    return built(type(config), config, values)
-
-
-def _defaults_in(file: Path) -> tuple[str, ...]:
-    """Options of a run's config file that nobody gave; none of a file without a run."""
-    with suppress(UserError):
-        return tuple(read_json(file.with_name("manifest.json")).get("defaults", ()))
-    return ()
-
-
-def _config_in(file: Path, cls: type[Config]) -> Config:
-    try:
-        return from_values(cls, read_json(file), str(file))
-    except DamagedError as error:
-        raise UserError(f"{error}. Name the config.json of a run.") from error
-
-
-def _require_repair_of_time(given: dict[str, Any], start: RunConfig, edited: set[str]) -> None:
-    """Refuse a time that somebody wrote into a config file, since it chooses no repair there."""
-    is_chosen = not edited.isdisjoint(flat(start.repairing))
-    if start.time and "time" in edited and not is_chosen and "time" not in given:
-        option = f"time in {given['config']}"
-        raise UserError(
-            f"{option} is {start.time}, but a repair is chosen by --time alone. "
-            f"Give --time {start.time}, or leave {option} out."
-        )
-
-
-def _edited(file: Path, config: Any, recipes: str) -> set[str]:
-    """Options that somebody wrote into a config file.
-
-    They differ from those of the run beside it, whose command line was checked; of a file without a
-    run, from the recipe or defaults that the file is most like.
-    """
-    with suppress(UserError):  # there may be no run
-        manifest = file.with_name("manifest.json")
-        of_run = read_json(manifest).get("config")
-        return changed(config, from_values(type(config), of_run, str(manifest)))
-    starts = (None, *RECIPES[recipes].values())
-    return min((changed(config, start) for start in starts), key=len)
 
 
 def _config(

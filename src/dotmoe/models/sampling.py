@@ -6,7 +6,7 @@ vocabulary, and on a CPU copies the head for each row of a prompt: `benchmarks/s
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,60 +76,62 @@ def continuations(
     def is_done(ids: list[int]) -> bool:
         return ids[-1] in of_ends or has_ended(ids)
 
-    numbered = dict(zip(numbers, prompts, strict=True))
-    order = sorted(numbered, key=lambda number: len(numbered[number]))
-    for start in range(0, len(order), how.rows):
-        rows = {number: numbered[number] for number in order[start : start + how.rows]}
-        most = {
-            number: min(how.new_tokens, (room or len(row) + how.new_tokens) - len(row))
-            for number, row in rows.items()
-        }
-        growing = _Growing(model, rows, how, seed)
-        yield from _batch(growing, most, is_done, partial(_tell, on_finished, start))
+    def row_of(number: int, prompt: Sequence[int]) -> _Row:
+        longest = how.new_tokens if room is None else min(how.new_tokens, room - len(prompt))
+        return _Row(number, prompt, longest)
+
+    rows = [row_of(number, prompt) for number, prompt in zip(numbers, prompts, strict=True)]
+    rows.sort(key=lambda row: len(row.prompt))
+    for start in range(0, len(rows), how.rows):
+        batch = rows[start : start + how.rows]
+        _grow(_Growing(model, batch, how, seed), is_done, partial(_tell, on_finished, start))
+        for row in batch:
+            yield Continuation(row.number, row.new, row.is_finished)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One continuation while it grows."""
+
+    number: int
+    prompt: Sequence[int]
+    longest: int
+    """New tokens at which it is cut."""
+    new: list[int] = field(default_factory=list)
+    is_finished: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it goes on."""
+        return not self.is_finished and len(self.new) < self.longest
 
 
 def _tell(on_finished: Callable[[int], None], before: int, ended: int) -> None:
     on_finished(before + ended)
 
 
-def _batch(
+def _grow(
     growing: "_Growing",
-    most: dict[int, int],
     is_done: Callable[[list[int]], bool],
     on_finished: Callable[[int], None],
-) -> Iterator[Continuation]:
-    """Continue rows side by side; `most` has the longest continuation of each, by its number."""
-    grown: dict[int, list[int]] = {number: [] for number in most}
-    finished, cut = set[int](), {number for number, longest in most.items() if longest < 1}
-    while left := _open(growing.numbers, finished | cut):
-        if len(growing.numbers) - len(left) >= max(1, len(growing.numbers) // _LEAVE_AT):
-            growing.keep(left)
-        tokens = growing.step()
-        for number, token in zip(growing.numbers, tokens, strict=True):
-            if number in finished or number in cut:
-                continue
-            grown[number].append(token)
-            if is_done(grown[number]):
-                finished.add(number)
-            elif len(grown[number]) == most[number]:
-                cut.add(number)
-        on_finished(len(finished))
-    for number in most:
-        yield Continuation(number, grown[number], number in finished)
-
-
-def _open(numbers: Sequence[int], closed: Collection[int]) -> list[int]:
-    """Places of the rows that go on."""
-    return [place for place, number in enumerate(numbers) if number not in closed]
+) -> None:
+    """Continue rows side by side until each is finished or cut."""
+    rows = tuple(growing.rows)
+    while any(row.is_open for row in growing.rows):
+        growing.leave_closed_rows()
+        for row, token in zip(growing.rows, growing.step(), strict=True):
+            if row.is_open:
+                row.new.append(token)
+                row.is_finished = is_done(row.new)
+        on_finished(sum(row.is_finished for row in rows))
 
 
 class _Growing:
     """Rows of one batch: what they have read, as a cache, and the tokens to read next."""
 
-    def __init__(
-        self, model: Any, prompts: dict[int, Sequence[int]], how: Sampling, seed: int
-    ) -> None:
-        self.numbers = list(prompts)
+    def __init__(self, model: Any, rows: Sequence[_Row], how: Sampling, seed: int) -> None:
+        self.rows = list(rows)
+        prompts = [row.prompt for row in rows]
         self._model, self._base, self._how = model, model.base_model, how
         self._readout, self._head = readout_of(self._base.config), model.get_output_embeddings()
         self._device = next(model.parameters()).device
@@ -137,16 +139,17 @@ class _Growing:
         # Renamed in Transformers 5.24.
         names = inspect.signature(self._base.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._generators = {n: torch.Generator().manual_seed(_seed_of(seed, n)) for n in prompts}
-        longest = max(map(len, prompts.values()))
-        blanks = [longest - len(prompt) for prompt in prompts.values()]
-        padded = [[0] * blank + list(p) for blank, p in zip(blanks, prompts.values(), strict=True)]
+        seeds = {row.number: _seed_of(seed, row.number) for row in rows}
+        self._generators = {n: torch.Generator().manual_seed(own) for n, own in seeds.items()}
+        longest = max(map(len, prompts))
+        blanks = [longest - len(prompt) for prompt in prompts]
+        padded = [[0] * blank + list(p) for blank, p in zip(blanks, prompts, strict=True)]
         self._tokens_BT = torch.tensor(padded, device=self._device)
         place_T = torch.arange(longest, device=self._device)
         blank_B1 = torch.tensor(blanks, device=self._device)[:, None]
         self._is_read_BT = (place_T >= blank_B1).long()
         self._position_BT = (place_T - blank_B1).clamp_min(0)
-        self._has_BV = self._tokens_that_rows_have(prompts.values())
+        self._has_BV = self._tokens_that_rows_have(prompts)
 
     def _tokens_that_rows_have(self, prompts: Collection[Sequence[int]]) -> Tensor | None:
         """Whether each row has each token of the vocabulary; None if nothing asks."""
@@ -177,8 +180,12 @@ class _Growing:
         tokens: list[int] = chosen_B1[:, 0].tolist()
         return tokens
 
-    def keep(self, places: list[int]) -> None:
-        """Go on with some of the rows."""
+    def leave_closed_rows(self) -> None:
+        """Go on with the open rows alone, if enough of them are closed to be worth the copy."""
+        places = [place for place, row in enumerate(self.rows) if row.is_open]
+        closed = len(self.rows) - len(places)
+        if closed < max(1, len(self.rows) // _LEAVE_AT):
+            return
         place_B = torch.tensor(places, device=self._device)
         self._cache.batch_select_indices(place_B)
         self._tokens_BT = self._tokens_BT[place_B]
@@ -186,7 +193,7 @@ class _Growing:
         self._is_read_BT = self._is_read_BT[place_B]
         if self._has_BV is not None:
             self._has_BV = self._has_BV[place_B]
-        self.numbers = [self.numbers[place] for place in places]
+        self.rows = [self.rows[place] for place in places]
 
     def _penalised(self, logits_BV: Tensor) -> Tensor:
         """Logits, lower for tokens that a row has."""
@@ -202,7 +209,7 @@ class _Growing:
             return logits_BV.argmax(dim=1)
         top_k = min(self._how.top_k, logits_BV.shape[1])
         logit_BK, token_BK = logits_BV.topk(top_k, dim=1)
-        draws = [torch.rand(top_k, generator=self._generators[number]) for number in self.numbers]
+        draws = [torch.rand(top_k, generator=self._generators[row.number]) for row in self.rows]
         noise_BK = -(-torch.stack(draws).clamp_min(1e-30).log()).log()
         score_BK = logit_BK / self._how.temperature + noise_BK.to(self._device)
         return token_BK.gather(1, score_BK.argmax(dim=1, keepdim=True))[:, 0]

@@ -62,11 +62,11 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         with process_group(resolved_device(config.load.device)):
             given = raise_on_all_ranks(lambda: checked(config))
             config = raise_on_all_ranks(lambda: config_with_defaults(given))
-            defaults = sorted(changed(config, given))
+            followed = {*given.followed, *changed(config, given)}
+            config = replace(config, followed=tuple(sorted(followed)))
             if config.time:
                 config = broadcast_from_rank_zero(lambda: _in_time(config, progress))
             run = Run(config, progress)
-            run.defaults = tuple(defaults)
             if run.start(work):
                 return run.conversion()
             fitted = _fitted(run)

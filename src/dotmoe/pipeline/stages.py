@@ -118,8 +118,6 @@ class Run:
 
     own: OwnAnswers = NO_ANSWERS
     """What the dense model wrote in this run, set by `answer`."""
-    defaults: tuple[str, ...] = ()
-    """Options that were not given, and whose values follow from the model and from others."""
     text: TokenisedText
     """Training and held-out text, set by `tokenise`."""
     texts: dict[tuple[str, ...], TokenBlocks]
@@ -168,7 +166,7 @@ class Run:
             if is_done:
                 folder.require_inputs(inputs)
             else:
-                folder.begin(config, model, revision, inputs, self.defaults)
+                folder.begin(config, model, revision, inputs)
             return is_done
 
         if self.training.steps:

@@ -77,6 +77,8 @@ class RunConfig:
     """Maximum number of tokens to measure perplexity on."""
     seed: Annotated[int, at_least(0)] = 0
     """Seed of initial values and data order. Same seed, machine and thread count: same result."""
+    followed: Annotated[tuple[str, ...], HIDDEN, HOW] = ()
+    """Options that nobody gave in the run, and whose values followed from the model and others."""
 
     def calibration_tokens(self, width: int) -> int:
         """Number of tokens that calibration reads for a model of this width; 0: a random start."""

@@ -101,14 +101,19 @@ def with_size(
     given = (experts.expert_size, experts.experts, experts.active_experts, experts.shared)
     if experts.targets != "ffn" or any(value is not None for value in given):
         return experts
+    larger = _larger_sizes(default_expert_size(dense.widths.ffn), dense.widths.ffn)
+    candidates = [experts, *(replace(experts, expert_size=size) for size in larger)]
+    running = (each for each in candidates if _runs_in_llama_cpp(each, dense, name, dtype))
+    return next(running, experts)
+
+
+def _runs_in_llama_cpp(
+    experts: ExpertsConfig, dense: DenseModel, name: str, dtype: torch.dtype
+) -> bool:
+    """Whether llama.cpp runs as many experts for a token as these options mean, at their share."""
     at_share = replace(experts, keep=None)
-    default = default_expert_size(dense.widths.ffn)
-    for size in (default, *_larger_sizes(default, dense.widths.ffn)):
-        sized = replace(at_share, expert_size=size)
-        splits = _splits_of_model(experts_with_defaults(sized, dense, name, dtype), dense)
-        if splits[0].active_experts <= room_in_llama_cpp(dense, splits):
-            return experts if size == default else replace(experts, expert_size=size)
-    return experts
+    splits = _splits_of_model(experts_with_defaults(at_share, dense, name, dtype), dense)
+    return splits[0].active_experts <= room_in_llama_cpp(dense, splits)
 
 
 def _larger_sizes(size: int, ffn_width: int) -> list[int]:

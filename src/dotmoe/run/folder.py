@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -202,14 +202,12 @@ class RunFolder:
         model: str,
         revision: str | None,
         inputs: Mapping[str, str],
-        defaults: Sequence[str] = (),
     ) -> None:
         """Record the config and inputs of the run, or refuse inputs other than the recorded ones.
 
         `model` is the user's name for the dense model, `revision` its commit on the hub; `inputs`
         are fingerprints by name: of the `model`, of its `text`, of the `experts` to finetune. One
-        that is left out stays as it is recorded. `defaults` are options of the config that nobody
-        gave.
+        that is left out stays as it is recorded.
         """
         stages = {}
         if self.exists:
@@ -219,7 +217,7 @@ class RunFolder:
                 stages = {name: made for name, made in stages.items() if name != "answers"}
             inputs = {**recorded, **inputs}
         values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
-        about |= {"revision": revision, "defaults": list(defaults)}
+        about["revision"] = revision
         self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
         write_json(self.path / _CONFIG, values)
 

@@ -14,7 +14,7 @@ from hashlib import sha256
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from filelock import FileLock
 
@@ -193,30 +193,32 @@ def _written(
     done = dict(_rows_of(parts))
     left = [number for number in range(len(prompts)) if number not in done]
     before = len(done)
+    growing = continuations(
+        dense.model,
+        [prompts[number] for number in left],
+        how,
+        end_tokens(dense.model, dense.tokenizer),
+        seed=seed,
+        numbers=left,
+        room=room or dense.widths.context,
+        on_finished=lambda ended: on_progress(before + ended, len(prompts)),
+    )
     with parts.open("a", encoding="utf-8") as file:
-
-        def tell(ended: int) -> None:
-            on_progress(before + ended, len(prompts))
-
-        for new in continuations(
-            dense.model,
-            [prompts[number] for number in left],
-            how,
-            end_tokens(dense.model, dense.tokenizer),
-            seed=seed,
-            numbers=left,
-            room=room or dense.widths.context,
-            on_finished=tell,
-        ):
+        for new in growing:
             done[new.number] = made(new)
-            row = {"number": new.number} | asdict(done[new.number])
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
+            _append(file, new.number, done[new.number])
             on_progress(len(done), len(prompts))
     answers = [done[number] for number in range(len(prompts))]
     save_answers(answers, path)
     parts.unlink()
     return answers
+
+
+def _append(file: TextIO, number: int, answer: Answer) -> None:
+    """Write an answer with its number at the end of a file, so that a stopped process has it."""
+    row = {"number": number} | asdict(answer)
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.flush()
 
 
 def save_answers(answers: Sequence[Answer], path: Path) -> None:
