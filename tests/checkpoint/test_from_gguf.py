@@ -253,15 +253,24 @@ def test_files_beside_a_gguf_replace_none_of_its_parts(dense_of, gguf_of, cache,
     assert not any("model.gguf" in each or "/tmp" in each for each in texts)
 
 
-def test_the_cache_keeps_one_folder_a_file_and_knows_what_made_it(
-    dense_of, gguf_of, cache, monkeypatch
-):
+def test_the_cache_knows_what_made_a_folder(dense_of, gguf_of, monkeypatch):
     file = gguf_of(dense_of("llama"))
     first = checkpoint_folder(str(file))
     assert checkpoint_folder(str(file)) == first
     monkeypatch.setattr("dotmoe.models.from_gguf.version", lambda name: f"another {name}")
     assert checkpoint_folder(str(file)) != first
-    assert len([path for path in cache.iterdir() if (path / "model.safetensors").is_file()]) == 1
+
+
+def test_a_folder_that_a_run_may_read_stays_for_a_week_when_its_file_changes(dense_of, gguf_of):
+    dense = dense_of("llama")
+    first, second = (checkpoint_folder(str(gguf_of(dense, type))) for type in ("f32", "q8_0"))
+    assert first != second
+    assert first.is_dir()
+    os.utime(first, (0, 0))
+    third = checkpoint_folder(str(gguf_of(dense, "f16")))
+    assert second.is_dir()
+    assert third.is_dir()
+    assert not first.exists()
 
 
 def test_a_model_of_a_file_is_the_same_by_any_version_of_transformers(dense_of, gguf_of):

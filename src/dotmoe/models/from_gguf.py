@@ -2,11 +2,15 @@
 
 The folder is cached by the content of the file and the versions of what made it: commands without a
 run folder read models too, and several runs can share it. Later stages read it like any other
-checkpoint. A file has one such folder: another takes its place.
+checkpoint. Folders of other contents and versions go once nothing has asked for them for a while: a
+run may still read one, while a newer version of dotmoe reads the same file.
 """
 
 import json
+import os
 import shutil
+import time
+from collections.abc import Collection, Iterable
 from contextlib import redirect_stderr
 from hashlib import sha256
 from importlib.metadata import version
@@ -44,6 +48,10 @@ SPLIT_AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"}
 """Pre-tokenizers of llama.cpp that split text as Transformers does by default."""
 SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 """Pre-tokenizers of llama.cpp that also split digits, which Transformers' reader leaves out."""
+
+
+_UNUSED_SECONDS = 7 * 24 * 3600
+"""A folder that nothing has asked for in so long a time is removed when another takes its place."""
 
 
 class GgufFile:
@@ -102,11 +110,10 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{of_file}.lock"):  # other ranks and processes wait, then find it
         if wanted.is_dir():
+            os.utime(wanted)
             return wanted
         opened = GgufFile(file)
-        for old in cache.glob(f"{of_file}-*"):  # of another content, or made by other versions
-            if old not in (whole, config):
-                shutil.rmtree(old, ignore_errors=True)
+        _remove_unused(cache.glob(f"{of_file}-*"), (whole, config))
         if not config.is_dir():
             with complete_folder(config) as partial:
                 _config(opened).save_pretrained(partial)
@@ -126,6 +133,14 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
                 _weights(opened, plain).save_pretrained(partial)
                 forget_versions(partial)
     return wanted
+
+
+def _remove_unused(folders: Iterable[Path], kept: Collection[Path]) -> None:
+    """Remove folders that nothing has asked for in a long time."""
+    before = time.time() - _UNUSED_SECONDS
+    for folder in folders:
+        if folder not in kept and folder.stat().st_mtime < before:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _key_of(file: Path) -> str:
