@@ -190,7 +190,7 @@ class Plan:
             "seq_len": how.finetune_seq_len,
             "heldout_answers": how.heldout_answers,
         }
-        return {**self.common, **own, **options}
+        return {"dtype": self.dtype, **own, **options}
 
     @property
     def paper_steps(self) -> tuple[int, int]:

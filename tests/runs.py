@@ -38,9 +38,9 @@ TEXT = "\n".join(
 )
 """Some 12,000 tokens of a tiny model."""
 _SHORT = {"steps": 6, "batch_size": 2, "checkpoint_every": 2}
-_SHORT |= {"eval_tokens": 256, "scale_tokens": 128, "verify_tokens": 128}
+_SHORT |= {"scale_tokens": 128, "verify_tokens": 128}
 TINY_CONVERT = _SHORT | {"expert_size": 8, "seq_len": 32, "lr": 1e-2, "calibration_tokens": 256}
-TINY_CONVERT |= {"no_repair": [], "active": 0.25, "shared": 0.0}
+TINY_CONVERT |= {"no_repair": [], "active": 0.25, "shared": 0.0, "eval_tokens": 256}
 TINY_FINETUNE = _SHORT | {"lr": 1e-3}
 
 FORMATS_OF = {

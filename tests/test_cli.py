@@ -265,6 +265,18 @@ def test_an_option_takes_the_place_of_what_a_recipe_says_otherwise(line, found):
     assert "each determines the other" in refusal(config_of, "convert", both)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("compare M OUT --time 2h", "--time is no option of dotmoe compare. It is one of"),
+        ("finetune RUN OUT --eval-tokens 512", "--eval-tokens is 512, but it is for --eval-text"),
+    ],
+)
+def test_an_option_that_could_not_do_what_it_says_is_refused(line, said):
+    command, *words = line.split()
+    assert said in refusal(config_of, command, words)
+
+
 def test_what_nobody_gave_in_a_run_follows_what_is_given_anew(tmp_path):
     """What somebody gave stays; a plain repeat has the values of the run, and can be repeated."""
     file, followed = tmp_path / "config.json", ("first_dense_layers", "shared")

@@ -99,8 +99,9 @@ def test_a_model_can_be_named_at_a_commit(hub, copied, text_file, command):
     assert describe_dense(f"{NAME}@{first}").revision == first
 
 
-def test_weights_of_another_kind_are_refused(hub, copied):
+def test_weights_of_another_kind_are_refused(hub, copied, command):
     (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
+    assert "and pickles are not read." in command("inspect", copied).refusal()
     hub.push(copied)
     with pytest.raises(UserError, match=r"has no \*\.safetensors\. .* \(pickles are not read\)"):
         describe_dense(NAME)

@@ -390,3 +390,15 @@ def test_a_warning_of_a_call_comes_once(monkeypatch, capsys):
             for _ in range(3):
                 logging.getLogger("dotmoe.models").warning("no chat template")
     assert capsys.readouterr().err == "no chat template\n" * 2
+
+
+def test_a_model_in_memory_is_compared_with_a_run(converted, loaded_model, text_file):
+    """Its tokenizer is of the loaded side alone."""
+    model, tokenizer = loaded_model["model"], loaded_model["tokenizer"]
+    how = {"text": text_file, "max_tokens": 300, "window": 64, "progress": False}
+    found = dotmoe.evaluate(converted, against=model, tokenizer=tokenizer, **how)
+    expected = dotmoe.evaluate(converted, against=model.name_or_path, **how)
+    for side in ("against", "model"):
+        assert found["perplexity"][side]["loss"] == expected["perplexity"][side]["loss"]
+    with pytest.raises(UserError, match="which has its own"):
+        dotmoe.evaluate(str(converted.folder), tokenizer=tokenizer, **how)

@@ -331,6 +331,14 @@ def test_a_run_that_fails_says_why_and_the_others_are_made(error, why, compare, 
         assert (said.status, why in said.err) == (error.exit_code, True)
 
 
+def test_a_summary_outlives_a_repeat_with_other_options(compare, out):
+    assert compare("static_pruning", finetune_steps=1).status == 0
+    before = summary_in(out)
+    repeated = compare("static_pruning", finetune_steps=2)
+    assert "holds a run with other options: steps (1, not 2)" in repeated.refusal()
+    assert summary_in(out) == before
+
+
 def test_every_method_is_frozen_repaired_and_finetuned_alike(rows_of, tiny_dense, out):
     options = {"repair_tokens": 1024, "lte_steps": 2, "repair": []}
     options |= {"finetune_steps": 2, "finetune_recipe": "small"}

@@ -16,12 +16,12 @@ FINETUNE = {
     "lr": 1e-3,
     "max_epochs": 100,
     "seq_len": 64,
-    "eval_tokens": 512,
     "verify_tokens": 128,
     "checkpoint_every": 5,
 }
 STEPS = FINETUNE | {
     "no_repair": [],
+    "eval_tokens": 512,
     "expert_size": 16,
     "active": 0.25,
     "shared": 0.0,

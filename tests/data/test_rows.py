@@ -299,3 +299,18 @@ def test_memory_does_not_grow_with_a_file(tmp_path, name):
         tracemalloc.stop()
     assert total == len(row) * rows
     assert peak < size / 4
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"role": ["user", "assistant"], "content": ["Two and two?", "Four."]},
+        {"from": ["human", "gpt"], "value": ["Two?", "2"], "text": ["", ""]},
+    ],
+)
+def test_parquet_of_single_messages_is_refused_as_json_is(columns, tmp_path):
+    table = write(tmp_path / "rows.parquet", parquet_bytes(columns))
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    lines = write(tmp_path / "rows.jsonl", jsonl(rows))
+    for path in (table, lines):
+        assert "is one message of a chat" in refusal_of(path)

@@ -12,6 +12,7 @@ from dotmoe.measure.evaluate import EvaluateConfig, evaluate
 from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.measure.evaluate.perplexity import curve_table, ladder
 from dotmoe.method.masked import masked_by
+from runs import put_into
 
 
 def curve_of(case, *active_experts):
@@ -52,6 +53,15 @@ def test_the_ladder_is_taken_where_no_k_is_named_and_the_export_stays_as_it_is(e
     assert [point["active_experts"] for point in curve["points"]] == [2, 3, 4, 6, 9, 12]
     assert (case.folder / "config.json").read_text() == before
     assert [ladder(*each) for each in ((2, 1), (16, 5))] == [(1, 2), (2, 4, 5, 6, 8, 12, 16)]
+
+
+def test_an_edited_k_is_the_one_now_and_counts_are_those_of_each_k(exported):
+    case = exported()
+    written = curve_of(case, 3, 5)["points"]
+    put_into(case.folder / "config.json", num_experts_per_tok=5)
+    curve = curve_of(case, 3, 5)
+    assert curve["points"] == written
+    assert [row[0] for row in curve_table(curve).rows] == ["3", "5 (now)", "12 (dense)"]
 
 
 def test_what_has_no_curve_is_refused(exported):

@@ -1,9 +1,11 @@
 """Continuations. Oracles: argmax token by token, frequencies of samples, the tokenizer's chat."""
 
+import copy
 import json
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from dotmoe.common.errors import UserError
 from dotmoe.measure.evaluate.generation import generated
@@ -68,6 +70,21 @@ def test_samples_follow_the_tempered_softmax_and_repeat(dense):
     nats = -log_p[torch.arange(len(made)), made]
     entropy = -(log_p.exp() * log_p).sum(-1)
     assert abs(nats.mean() - entropy.mean()) < 5 * (nats - entropy).std() / len(made) ** 0.5
+
+
+def test_a_prompt_goes_on_where_its_tokenizer_ends_every_text(copied, command, dense):
+    """As that of a checkpoint with `add_eos_token` does."""
+    asked = {"generate": 8, "prompts": "A figure", "json": []}
+    expected = json.loads(command("evaluate", copied, **asked).out)["model"]["texts"]
+    tokenizer = copy.deepcopy(dense.tokenizer)
+    begin, end = tokenizer.bos_token, tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A {end}",
+        special_tokens=[(begin, tokenizer.bos_token_id), (end, tokenizer.eos_token_id)],
+    )
+    tokenizer.save_pretrained(copied)
+    found = json.loads(command("evaluate", copied, **asked).out)["model"]["texts"]
+    assert found == expected
 
 
 def test_a_chat_model_is_asked_by_its_template(copied, dense, command):

@@ -138,7 +138,7 @@ def test_a_page_is_titled_by_the_name_of_its_model_and_has_no_empty_section(foun
 def test_hostile_text_stays_text_and_nothing_is_praised_that_was_not_tested(found):
     found.files["analysis/expert_utilisation"]["values"]["warnings"] = []
     found.files["generation"]["model"]["prompts"][0] = HOSTILE
-    found.files["perplexity"]["against"]["name"] = "another/model"
+    found.files["perplexity"]["against"] |= {"name": "another/model", "fingerprint": "0" * 64}
     found.config["note"] = HOSTILE
     source = html(found)
     page = Page(source)
@@ -236,6 +236,19 @@ def test_every_result_names_the_model_that_it_measured(measured, finished):
     }
 
 
+def test_a_model_is_called_by_what_it_is_wherever_it_lies(measured, finished):
+    """Its fingerprint says so: a folder has more names than one."""
+    dense = {"name": "./elsewhere", "fingerprint": fingerprint(finished.source)}
+    ours = {"name": "another/run", "fingerprint": fingerprint(measured / "5_export")}
+    results = RunResults(measured)
+    for pair in ({"model": ours, "against": dense}, {"model": dense, "against": ours}):
+        named = results.named(pair)
+        called = {"./elsewhere": "dense", "another/run": results.name}
+        for side, model in pair.items():
+            assert named[side]["name"] == called[model["name"]]
+    assert results.named({"model": dense})["model"]["name"] == "dense"
+
+
 def values_at(key, content):
     """Strings at a key in nested JSON, or in the values of an object at it."""
     for name, value in content.items() if isinstance(content, dict) else ():
@@ -326,13 +339,11 @@ def test_every_command_that_reads_a_run_says_that_its_export_was_edited(
     commands = {
         "analyse": (run,),
         "export": (run, tmp_path / "again"),
-        "finetune": (run, tmp_path / "finetuned"),
         "bench": (finished.source, run),
     }
     options = {
         "analyse": {"tokens": 64},
         "export": {"device": "cpu"},
-        "finetune": finetuned.options,
         "bench": {**short, "rounds": 1, "json": []},
     }
     for name, places in commands.items():
@@ -340,6 +351,8 @@ def test_every_command_that_reads_a_run_says_that_its_export_was_edited(
         ran = command(name, *places, **options[name])
         assert ran.status == 0, ran.err
         assert f"{edited} {said}" in caplog.text + ran.err, name
+    tuned = command("finetune", run, tmp_path / "finetuned", **finetuned.options)
+    assert f"{edited} is 5, but the export was written and measured with 3. Set" in tuned.refusal()
     put_into(edited, num_experts_per_tok=13)
     assert "is 13, but there are 12 experts a layer" in command("analyse", run).refusal()
 

@@ -448,7 +448,15 @@ class Call:
             return "in-memory"
         if self.command == "inspect":
             return inputs.config(model)
-        return inputs.model(model, self.tokenizer)
+        is_named = isinstance(model, str | os.PathLike)
+        return inputs.model(model, None if is_named and self._has_loaded_model else self.tokenizer)
+
+    @property
+    def _has_loaded_model(self) -> bool:
+        """Whether a model is given that is in memory."""
+        given = {**self.arguments, **self.given}
+        models = [given[name] for name in _MODELS if given.get(name) is not None]
+        return any(not isinstance(model, str | os.PathLike) for model in models)
 
     def _require_all(self) -> None:
         """Refuse a call that lacks what has no default."""

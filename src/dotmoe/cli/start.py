@@ -109,13 +109,13 @@ def with_open_defaults(config: Any, start: Start, given: Collection[str]) -> Any
 
     A repeat of a run keeps the values of the run.
     """
-    if not isinstance(config, RunConfig):
+    if not isinstance(config, RunConfig) or not config.followed:
         return config
     followed = [name for name in config.followed if name not in given]
     is_repeat = _DECIDES_DEFAULTS.isdisjoint(given) and config.model == start.config.model
     if is_repeat:
         return replace(config, followed=tuple(followed))
-    plain = flat(type(config)(model="", out=""))
+    plain = flat(RunConfig(model="", out=""))
     return built(type(config), config, {name: plain[name] for name in (*followed, "followed")})
 
 

@@ -17,7 +17,8 @@ FORMAT_NAMES = (
 )
 """Formats that Transformers loads, in order of preference; `dotmoe.export.architectures` has them.
 """
-GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
+GGUF_DENSE = "gguf_dense"
+GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", GGUF_DENSE)
 """`gguf` selects the first of the next two that can hold the model; `gguf_dense` is the dense model
 itself, to measure beside it."""
 

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from dotmoe.export.config import GGUF_DENSE
 from dotmoe.export.format import (
     BLOCKS,
     ConvertedModel,
@@ -56,7 +57,7 @@ class GgufFormat(Format):
     others rotate halves, as Transformers does, and support linear scaling only.
     """
 
-    name = "gguf_dense"
+    name = GGUF_DENSE
     servers = ("llama.cpp",)
     active_experts_key = "expert_used_count"
     writes_tied_head = False  # llama.cpp then uses the embedding

@@ -104,6 +104,12 @@ class ExportRecord:
                 f"{path} is not an export record of dotmoe {__version__} ({error}). {_REMEDY}"
             ) from error
 
+    @property
+    def target(self) -> str:
+        """What is split, a name of `TARGETS`; the first if both are."""
+        splits = self.details.get("splits")
+        return str(splits[0]["target"]) if splits else "ffn"
+
     def at(self, active_experts: int) -> tuple[float, int]:
         """Active share of a split layer's neurons, and active parameters, with another k."""
         expert = 3 * self.model_width * self.expert_size
@@ -229,6 +235,17 @@ def active_experts_of(folder: Path, record: ExportRecord) -> int:
             f"{record.num_experts}."
         )
     return int(found)
+
+
+def require_written_k(folder: Path) -> None:
+    """Refuse an export whose config has another k than it was written with."""
+    record = ExportRecord.load(folder)
+    if (active := active_experts_of(folder, record)) != record.active_experts:
+        raise UserError(
+            f"{record.active_experts_key} in {folder / 'config.json'} is {active}, but the export "
+            f"was written and measured with {record.active_experts}. Set it back to that; dotmoe "
+            f"export RUN OUT --active-experts {active} makes a copy with the other."
+        )
 
 
 def _change_of_k(folder: Path, record: ExportRecord) -> str:

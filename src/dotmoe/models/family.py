@@ -348,6 +348,8 @@ class Target(NamedTuple):
 
     name: str
     units_named: str
+    whole: str
+    """What the units are parts of, as tables call it."""
     module: str
     """LLaMA's name of the module in a layer; the router reads the module's input."""
     output_name: str
@@ -378,8 +380,8 @@ class Target(NamedTuple):
 TARGETS = {
     target.name: target
     for target in (
-        Target("ffn", "FFN neurons", "mlp", "down_proj"),
-        Target("attention", "query heads", "self_attn", "o_proj"),
+        Target("ffn", "FFN neurons", "FFN", "mlp", "down_proj"),
+        Target("attention", "query heads", "attention", "self_attn", "o_proj"),
     )
 }
 """Targets by name; if both are split, in this order."""

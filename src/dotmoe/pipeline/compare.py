@@ -7,6 +7,7 @@ resumes, and a command with more runs than before makes only the new ones.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from dotmoe.pipeline.rows import Measured, Row, on_answers, table
 from dotmoe.rivals.pruning import require
 from dotmoe.run.config import CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.run.defaults import default_sources
-from dotmoe.run.folder import RunFolder, provenance
+from dotmoe.run.folder import OtherRunError, RunFolder, provenance
 from dotmoe.text.answers import asks_by_name
 from dotmoe.text.tokenise import TokenisedText
 
@@ -89,6 +90,29 @@ def _suitable_points(
             yield point
 
 
+@contextmanager
+def _unless_it_fails(
+    name: str, *, last: str, rows: list[Row], left_out: dict[str, str], progress: Progress
+) -> Iterator[None]:
+    """Within this context, a failure of the run is listed and said, and does not end the others.
+
+    It does end them if all runs to the `last` fail, or the first ones for the same reason; and if
+    a folder has a run with other options: the summary of the runs that are there then stays.
+    """
+    progress.log(f"{name}:")
+    try:
+        yield
+    except OtherRunError:
+        raise
+    except _FAILURES as error:
+        why = str(error) if isinstance(error, UserError) else one_line(repr(error))
+        is_common = why in left_out.values() and not rows
+        left_out[name] = why
+        progress.log(f"{name} failed: {why}")
+        if is_common or (name == last and not rows):
+            raise
+
+
 def _measure(
     config: CompareConfig, points: list[Point], model: DenseModel, progress: Progress
 ) -> dict[str, Any]:
@@ -99,22 +123,12 @@ def _measure(
     """
     require_one_process(f"dotmoe {config.command}")
     rows, left_out, budget = list[Row](), dict[str, str](), budget_of(config, model)
-
-    @contextmanager
-    def unless_it_fails(name: str) -> Iterator[None]:
-        progress.log(f"{name}:")
-        try:
-            yield
-        except _FAILURES as error:
-            why = str(error) if isinstance(error, UserError) else one_line(repr(error))
-            is_common = why in left_out.values() and not rows
-            left_out[name] = why
-            progress.log(f"{name} failed: {why}")
-            if is_common or (name == names[-1] and not rows):
-                raise
-
     runs = list(_suitable_points(config, points, model, progress))
-    names = [point.name for point in runs]
+    if not runs:
+        raise UserError("no method fits the model, as said above. Name others with --methods.")
+    unless_it_fails = partial(
+        _unless_it_fails, last=runs[-1].name, rows=rows, left_out=left_out, progress=progress
+    )
     for point in runs:
         with unless_it_fails(point.name):
             results = _made(point, progress)

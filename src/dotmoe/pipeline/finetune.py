@@ -6,6 +6,7 @@ tokenise -> finetune -> export -> evaluate -> report
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dotmoe.common.distributed import (
     num_ranks,
@@ -17,7 +18,7 @@ from dotmoe.common.errors import UserError, require_package
 from dotmoe.common.files import read_json
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
-from dotmoe.export.record import require_checksums
+from dotmoe.export.record import require_checksums, require_written_k
 from dotmoe.export.write import require_exportable
 from dotmoe.method.finetuning import computed_in
 from dotmoe.method.finetuning import finetune as train
@@ -33,6 +34,7 @@ from dotmoe.pipeline.stages import Conversion, Run, fitting_the_device
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS
+from dotmoe.text.sources import fingerprint_of
 
 
 def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
@@ -66,9 +68,10 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             metrics = {"steps": steps, "tokens": tokens}
         if not run.is_rank_zero:
             return run.conversion()
-        if source.has_own_weights and not config.eval_text and source.folder.has("evaluate"):
+        is_measured_alike = not config.eval_text and config.load == source.config.load
+        if source.has_own_weights and is_measured_alike and source.folder.has("evaluate"):
             measured = read_json(source.folder.verified("evaluate") / RESULTS)
-            metrics["frozen"] = measured["frozen"]  # on the same text, before the repair
+            metrics["frozen"] = measured["frozen"]  # before the repair
         before = "repaired" if source.has_own_weights else "converted"
         earlier = {before: source.folder.stage("export")} if source.folder.has("export") else {}
         dense = left_on_disk(dense, config.load)
@@ -93,8 +96,23 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
         )
     if source.folder.has("export"):  # it is measured beside the result
         require_checksums(source.folder.stage("export"), read_weights=False)
+        require_written_k(source.folder.stage("export"))
+    if config.data.data:
+        return source, replace(source.config, data=config.data)
+    _require_same_text(source)
     data = replace(source.config.data, seq_len=config.data.seq_len)
-    return source, replace(source.config, data=config.data if config.data.data else data)
+    return source, replace(source.config, data=data)
+
+
+def _require_same_text(source: FinishedRun) -> None:
+    """Refuse files of the run's text that have other contents than those that the run read."""
+    config: Any = source.config
+    found = fingerprint_of((*config.data.data, *config.eval_text, *config.other_text))
+    if found not in (None, source.folder.manifest["inputs"].get("text")):
+        raise UserError(
+            f"the text of {source.folder.path} ({', '.join(config.data.data)}) has changed since "
+            "the run read it. Restore it, or name the text to finetune on: --data."
+        )
 
 
 def _for_each_rank(config: FinetuneRunConfig) -> FinetuneRunConfig:

@@ -6,6 +6,7 @@ from pathlib import Path
 from dotmoe.common.files import new_folder, require_outside_models
 from dotmoe.common.options import changed, check
 from dotmoe.common.progress import Update, no_update
+from dotmoe.export.config import GGUF_DENSE
 from dotmoe.export.record import ExportRecord, say_unread_edits
 from dotmoe.export.write import export
 from dotmoe.models.load import left_on_disk
@@ -22,12 +23,14 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     require_outside_models(Path(config.out))
     run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
     say_unread_edits(run.folder.stage("export"), "the new export")
-    (layout, *others), described = run.layouts, run.described()
+    (layout, *others) = run.layouts
+    is_dense = config.export.format == GGUF_DENSE
+    described = run.origin() if is_dense else run.described()
     dense = left_on_disk(described, config.load)
     if config.active_experts is not None:
         layout = replace(layout, active_experts=config.active_experts)
     origin = None
-    if run.has_own_weights:
+    if run.has_own_weights and not is_dense:
         revision = run.folder.manifest.get("revision")
         origin = replace(described, source=run.model, revision=revision)
     layouts, tokens_BT = (layout, *others), run.text.heldout.tokens_BT

@@ -154,7 +154,7 @@ class Run:
                 begun, inputs = source.folder.manifest, source.fingerprints
                 model, revision = begun["model"], begun.get("revision")
             else:
-                dense = describe_dense(folder.model if folder.exists else config.model)
+                dense = describe_dense(folder.model_to_read if folder.exists else config.model)
                 self._require_asked(dense)
                 model, revision = config.model, dense.revision
                 inputs = {"model": fingerprint(dense.folder)}

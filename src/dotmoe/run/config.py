@@ -168,6 +168,8 @@ class CompareConfig(RunConfig):
     """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
     `seed` alone."""
     method: Annotated[Literal["dot_moe"], HIDDEN] = "dot_moe"
+    time: Annotated[str | None, HIDDEN, HOW] = None
+    """None: the repair that a time allows differs by method, and all are repaired alike."""
 
     def check_together(self) -> None:
         """Refuse a method or a seed that is named twice."""

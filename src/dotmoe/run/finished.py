@@ -63,6 +63,6 @@ class FinishedRun:
 
     def origin(self) -> DenseModel:
         """Description of the run's original dense checkpoint; refused if it has changed."""
-        dense = describe_dense(self.model)
+        dense = describe_dense(self.folder.model_to_read)
         self.folder.require_inputs({"model": fingerprint(dense.folder)})
         return dense

@@ -39,7 +39,7 @@ from dotmoe.common.files import (
     write_json,
 )
 from dotmoe.common.options import COMMAND, differences, from_values, identity, values_of
-from dotmoe.models.source import at_revision
+from dotmoe.models.source import EMBEDDED, at_revision
 
 STAGES = {
     "answers": "0_answers",
@@ -81,6 +81,10 @@ Config = TypeVar("Config")
 Result = TypeVar("Result")
 
 
+class OtherRunError(UserError):
+    """A folder holds a run with other options than those that are asked for."""
+
+
 class RunFolder:
     """A run on disk: its manifest, its lock and the folders of its stages."""
 
@@ -98,6 +102,19 @@ class RunFolder:
     def model(self) -> str:
         """The dense model that the run started with; of a hub model, `org/name@commit`."""
         return at_revision(self.manifest["model"], self.manifest.get("revision"))
+
+    @property
+    def model_to_read(self) -> str:
+        """As `model`. Raises a `UserError` for a local one that is not where the run found it."""
+        name = self.manifest["model"]
+        is_of_the_hub = self.manifest.get("revision") is not None
+        if is_of_the_hub or name == EMBEDDED or os.path.exists(os.path.expanduser(name)):
+            return self.model
+        from_here = "" if os.path.isabs(name) else f" from {Path.cwd()}"
+        raise UserError(
+            f"{self.path} was made from the model {name}, which is not there{from_here}. Put it "
+            "there, or work in the folder in which the run was made."
+        )
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -306,7 +323,7 @@ class RunFolder:
                 named = ", ".join(others[:_SHOWN])
                 if len(others) > _SHOWN:
                     named += f" and {len(others) - _SHOWN} more"
-                raise UserError(
+                raise OtherRunError(
                     f"{self.path} holds a run with other options: {named}. Choose another folder, "
                     f"go on with that run by --config {self.path / _CONFIG}, or delete the folder."
                 )

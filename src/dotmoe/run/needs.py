@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from dotmoe.common.options import Need
-from dotmoe.export.config import GGUF_NAMES
+from dotmoe.export.config import GGUF_DENSE, GGUF_NAMES
 from dotmoe.method.config import AlignConfig
 
 _OF_ALIGNMENT = tuple(field.name for field in fields(AlignConfig) if field.name != "steps")
@@ -157,6 +157,7 @@ COMPARE = (
 
 FINETUNE = (
     Need(("lora_rank",), "--train lora", lambda run: run.finetune.train == "lora"),
+    Need(("eval_tokens",), "--eval-text", lambda run: bool(run.eval_text)),
     *_OF_TEXT,
 )
 """Of `dotmoe finetune`."""
@@ -178,7 +179,7 @@ EXPORT = (
     Need(
         ("active_experts",),
         "a --format of an MoE",
-        lambda run: run.export.format != "gguf_dense",
+        lambda run: run.export.format != GGUF_DENSE,
         _NOT_OF_THIS_FORMAT,
     ),
 )

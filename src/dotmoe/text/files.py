@@ -13,7 +13,14 @@ import pyarrow
 import pyarrow.parquet
 
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.text.rows import BESIDE_MESSAGES, FIELDS, Asking, RowReader, is_message
+from dotmoe.text.rows import (
+    BESIDE_MESSAGES,
+    FIELDS,
+    OF_A_MESSAGE,
+    Asking,
+    RowReader,
+    is_message,
+)
 
 PIECE_CHARACTERS = 1 << 16
 """Maximum number of characters that are tokenised at once; longer documents are cut."""
@@ -249,8 +256,9 @@ def _parquet(path: Path, file: io.BufferedReader, rows: RowReader) -> Iterator[s
     wanted = [rows.field] if rows.field else [*FIELDS]
     # Read only useful columns; without one, read all, so that the error can list their names.
     columns = [name for name in wanted if name in present] or None
-    if columns and not rows.field:  # a row says what it has beside its messages
-        columns += [name for name in BESIDE_MESSAGES if name in present and name not in columns]
+    if columns and not rows.field:  # a row says what else it is or has
+        others = (*BESIDE_MESSAGES, *OF_A_MESSAGE)
+        columns += [name for name in others if name in present and name not in columns]
     batches = table.iter_batches(batch_size=256, columns=columns)
     read = chain.from_iterable(batch.to_pylist() for batch in batches)
     for number, row in enumerate(read, start=1):

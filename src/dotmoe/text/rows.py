@@ -26,6 +26,8 @@ _OTHERS_OF_ALPACA = ("system", "history")
 """Fields that LLaMA-Factory adds to an Alpaca row."""
 BESIDE_MESSAGES = ("system", "tools", "completion", "response", "chosen")
 """Fields that some data sets keep beside the messages or the prompt of a chat."""
+OF_A_MESSAGE = ("role", "tool_calls", "from", "value")
+"""Fields of a row that is one message of a chat, beside its content."""
 PROMPT = "prompt"
 """Field of a row that asks: what a user says, as text or as messages. It is tried last."""
 FIELDS = (*TEXT_FIELDS, *CHAT_FIELDS, INSTRUCTION, INPUT, OUTPUT, *_OTHERS_OF_ALPACA, PROMPT)

@@ -17,6 +17,7 @@ from dotmoe.measure.evaluate.own_answers import (
     closeness_on,
     worse_set,
 )
+from dotmoe.models.family import TARGETS
 from dotmoe.models.load import load_weights
 from dotmoe.text.answers import ALIKE, OTHERS, OwnAnswers
 
@@ -60,6 +61,7 @@ def curve_on_own_answers(
         "active_experts": record.active_experts,
         "num_experts": record.num_experts,
         "key": record.active_experts_key,
+        "target": record.target,
         "points": points,
     }
 
@@ -90,9 +92,10 @@ def curve_in_short(curve: Values) -> str:
 
 def curve_table_of_answers(curve: Values) -> Table:
     """Table of an export on held-out answers at several k."""
+    whole = TARGETS[curve.get("target", "ffn")].whole  # measurements of other versions lack it
     columns: dict[str, Callable[[Values], str]] = {
         "k": partial(_shown_k, curve),
-        "of the FFN": lambda point: percent(point["active_fraction"]),
+        f"of the {whole}": lambda point: percent(point["active_fraction"]),
         "parameters for a token": lambda point: millions(point["active_parameters"]),
     }
     for kind in _sets_in(curve["points"][0]):

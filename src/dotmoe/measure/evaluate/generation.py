@@ -31,7 +31,7 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
                 asked(tokenizer, [{"role": "user", "content": prompt}]) for prompt in config.prompts
             ]
         else:
-            prompts = [tokenizer(prompt).input_ids for prompt in config.prompts]
+            prompts = [_opened(tokenizer, prompt) for prompt in config.prompts]
         new = generated(
             stock.model,
             tokenizer,
@@ -48,6 +48,14 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
         "repetition_penalty": config.repetition_penalty,
     }
     return by_side(config, progress, measured) | how
+
+
+def _opened(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of a prompt to continue, without the end of text that some tokenizers put there."""
+    ids: list[int] = tokenizer(prompt).input_ids
+    bare = tokenizer(prompt, add_special_tokens=False).input_ids
+    is_ended = ids[-1:] == [tokenizer.eos_token_id] != bare[-1:]
+    return ids[:-1] if is_ended else ids
 
 
 @torch.no_grad()

@@ -100,7 +100,7 @@ def dense_model_of(export: Path, option: str) -> str:
     """
     run = RunFolder(export.resolve().parent)
     if run.exists:
-        return run.model
+        return run.model_to_read
     record = ExportRecord.load(export)
     if record.revision or record.source == EMBEDDED or "/" in record.source:  # older: a path
         return at_revision(record.source, record.revision)

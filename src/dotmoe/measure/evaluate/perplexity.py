@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from dotmoe.measure.evaluate.models import (
     row_nats,
     stock_nats,
 )
+from dotmoe.models.family import TARGETS
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import load_weights
 from dotmoe.models.source import checkpoint_folder
@@ -271,8 +271,8 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
             f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
             f"has no curve. {remedy}"
         )
-    record = replace(record, active_experts=active_experts_of(folder, record))
-    chosen = config.curve or ladder(record.num_experts, record.active_experts)
+    now = active_experts_of(folder, record)  # config.json may be edited
+    chosen = config.curve or ladder(record.num_experts, now)
     if max(chosen) > record.num_experts:
         raise UserError(
             f"curve has k = {max(chosen)}, but {folder} has {record.num_experts} experts a layer. "
@@ -306,7 +306,8 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
         FINGERPRINT: fingerprint(folder),
         "dtype": stock.dtype,
         "num_experts": record.num_experts,
-        "active_experts": record.active_experts,
+        "active_experts": now,
+        "target": record.target,
         "dense_parameters": record.parameters["dense"],
         "all_experts": {"model": all_experts, "perplexity": whole["perplexity"]},
         "points": points,
@@ -345,6 +346,7 @@ def curve_table(curve: Values) -> Table:
     """Table of an export's perplexity at several k."""
     marks = {curve["active_experts"]: " (now)"}
     marks[curve["num_experts"]] = f" ({curve['all_experts']['model']})"
+    whole = TARGETS[curve.get("target", "ffn")].whole  # measurements of other versions lack it
 
     def above_all_experts(point: Values) -> str:
         stderr = point.get("loss_above_all_experts_stderr")
@@ -354,7 +356,7 @@ def curve_table(curve: Values) -> Table:
         curve["points"],
         {
             "k": lambda point: f"{point['active_experts']}{marks.get(point['active_experts'], '')}",
-            "of the FFN": lambda point: percent(point["active_fraction"]),
+            f"of the {whole}": lambda point: percent(point["active_fraction"]),
             "active parameters": lambda point: f"{point['active_parameters']:,}",
             "of all": lambda point: percent(point["active_parameters"] / curve["dense_parameters"]),
             "perplexity": lambda point: f"{point['perplexity']:.3f}",

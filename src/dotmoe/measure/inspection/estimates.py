@@ -36,7 +36,7 @@ from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits, to_record
 from dotmoe.models.chat import states_chats
-from dotmoe.models.checkpoint import Tensors, is_gguf
+from dotmoe.models.checkpoint import Tensors, is_gguf, require_checkpoint
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig
@@ -261,9 +261,11 @@ def _measured(device: torch.device, options: RunConfig, stored: torch.dtype) -> 
 def stored_dtype(config: Any, folder: Path) -> torch.dtype:
     """Dtype of the FFN weights in a checkpoint, else the config's, else bfloat16.
 
-    Raises a `UserError` for tensors that are not those of the config's model.
+    Raises a `UserError` for tensors that are not those of the config's model, and for pickles.
     """
     if not any(each.suffix == ".safetensors" or is_gguf(each) for each in folder.iterdir()):
+        if any(each.suffix in (".bin", ".pt", ".pth") for each in folder.iterdir()):
+            require_checkpoint(folder)
         dtype = getattr(config, "dtype", None) or torch.bfloat16
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model, family = meta_model(config), family_of(config)

@@ -78,6 +78,7 @@ class RunResults:
         self.name = self._name()
         """Name of the exported model in the report."""
         exported, dense = fingerprint(run.stage("export")), run.manifest["inputs"]["model"]
+        self._exported_fingerprint, self._dense_fingerprint = exported, dense
         self.is_edited = self.results["moe"].get(FINGERPRINT, exported) != exported
         """Whether somebody edited the export after the run had measured it."""
         last = "extract"
@@ -139,13 +140,20 @@ class RunResults:
 
     def named(self, result: Values) -> Values:
         """A measurement with its one or two models named as the report names them."""
-        dense = dict.fromkeys((self.dense_model, self.dense_model.partition("@")[0]), "dense")
-        named = result | {"name": dense.get(result.get("name", ""), self.name)}
-        for side in ("model", "against"):
-            if isinstance(one := result.get(side), dict):
-                name = dense.get(one["name"], self.name if side == "model" else one["name"])
-                named[side] = one | {"name": name}
+        named = result | {"name": self._name_of(result, self.name)}
+        if isinstance(model := result.get("model"), dict):
+            named["model"] = model | {"name": self._name_of(model, self.name)}
+        if isinstance(against := result.get("against"), dict):
+            named["against"] = against | {"name": self._name_of(against, against["name"])}
         return named
+
+    def _name_of(self, measured: Values, otherwise: str) -> str:
+        """What the report calls a model that was measured, by its fingerprint or name."""
+        names_of_dense = (self.dense_model, self.dense_model.partition("@")[0])
+        fingerprint_of_it = measured.get(FINGERPRINT)
+        if measured.get("name") in names_of_dense or fingerprint_of_it == self._dense_fingerprint:
+            return "dense"
+        return self.name if fingerprint_of_it == self._exported_fingerprint else otherwise
 
     @property
     def tasks(self) -> Values:
@@ -155,7 +163,9 @@ class RunResults:
             files = [file for name, file in self.files.items() if name.startswith(folder)]
             if files:
                 with self.reading(f"6_evaluate/{folder}"):
-                    sides[side] = of_model(files[0]["model"]["name"], files)
+                    asked = files[0]["model"]
+                    sides[side] = of_model(asked["name"], files)
+                    sides[side][FINGERPRINT] = asked.get(FINGERPRINT)
         return self.named(sides)
 
     @contextmanager
