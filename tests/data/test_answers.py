@@ -10,6 +10,7 @@ from dotmoe.models import chat
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import answers
 from dotmoe.text.answers import (
+    OwnAnswers,
     Question,
     own_answers,
     own_prompts,
@@ -53,7 +54,8 @@ def test_a_template_that_says_nothing_or_refuses_is_named_where_it_is_needed(spe
     assert chat.end_tokens(speaker.model, speaker.tokenizer) == {speaker.tokenizer.eos_token_id}
     text = DataConfig(data=("a.txt",), seq_len=64)
     how = {"identity": "x", "tokens": 100, "seed": 0, "progress": Progress(quiet=True)}
-    assert own_answers(speaker, text, heldout=0, **how).fitted == ()
+    for heldout in (0, 2):  # a text needs no answers to be fitted to
+        assert own_answers(speaker, text, heldout=heldout, **how) == OwnAnswers(asked=100)
 
 
 def test_answers_are_chats_that_anyone_can_read_with_the_ids_as_drawn(speaker, tmp_path):

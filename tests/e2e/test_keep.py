@@ -5,7 +5,7 @@ from speakers import OPTIONS, stock_closeness
 
 from dotmoe.common.files import read_json
 from dotmoe.pipeline import keep
-from runs import TinyRun
+from runs import TinyRun, put_into
 
 pytestmark = pytest.mark.usefixtures("short_answers")
 KEEP = {name: value for name, value in OPTIONS.items() if name not in ("active", "shared")}
@@ -96,6 +96,11 @@ def test_what_keep_cannot_choose_is_refused(changes, why, speaker, tmp_path, com
 def test_only_a_conversion_of_a_chat_model_keeps(speaker, tiny_dense, tmp_path, command):
     base = TinyRun("convert", tiny_dense("llama"), tmp_path / "run", KEEP | {"keep": 0.9})
     assert "no chat template, so it has no answers to keep" in command(*base.command()).refusal()
+    put_into(speaker / "tokenizer_config.json", chat_template="{{ raise_exception('ask no one') }}")
+    asked = TinyRun("convert", speaker, tmp_path / "run", KEEP | {"keep": 0.9})
+    line = command(*asked.command()).refusal()
+    assert "do not suit the model's chat template (ask no one)" in line
+    assert "Or give --active instead." in line
     for name in ("inspect", "compare"):
         more = [tmp_path / "out"] if name == "compare" else []
         said = command(name, speaker, *more, keep=0.9).refusal()

@@ -42,6 +42,15 @@ def asked(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     return ids
 
 
+def why_not_asked(tokenizer: Any) -> str | None:
+    """Why a model cannot be asked a plain question; None if it can."""
+    try:
+        asked(tokenizer, [{"role": "user", "content": "?"}])
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def user_opening(tokenizer: Any) -> list[int]:
     """Token ids of a chat up to where the user's first words stand; `UserError` as for `asked`."""
     text = _rendered(tokenizer, [{"role": "user", "content": _MARK}], before_answer=False)

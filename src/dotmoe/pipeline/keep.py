@@ -36,7 +36,7 @@ from dotmoe.method.layout import ExpertLayout, extract
 from dotmoe.method.masked import masked_by
 from dotmoe.method.repair import repair, repair_tokens
 from dotmoe.method.repair.streams import replaced_weights
-from dotmoe.models.chat import has_chats
+from dotmoe.models.chat import has_chats, why_not_asked
 from dotmoe.models.checkpoint import CHANGED
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import CHANGES
@@ -70,6 +70,8 @@ def require_answers(config: RunConfig, dense: DenseModel) -> None:
             f"keep is {keep:g}, but the model has no chat template, so it has no answers to "
             "keep. Give --active instead."
         )
+    if why := why_not_asked(dense.tokenizer):
+        raise UserError(f"keep is {keep:g}, but {why} Or give --active instead.")
     if not config.answers.heldout_answers:
         raise UserError(
             f"keep is {keep:g}, but heldout_answers is 0, so there are no answers to measure on. "

@@ -21,7 +21,7 @@ from filelock import FileLock
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import write_text
 from dotmoe.common.progress import Progress, Update, no_update
-from dotmoe.models.chat import asked, end_tokens, has_chats, user_opening
+from dotmoe.models.chat import asked, end_tokens, has_chats, user_opening, why_not_asked
 from dotmoe.models.family import DenseModel
 from dotmoe.models.sampling import Continuation, Sampling, continuations
 from dotmoe.text.config import DataConfig
@@ -505,6 +505,9 @@ def own_answers(
         to_fit = [each for each in questions if not each.is_held_out]
         fitted = answering.fitted(to_fit, tokens, room=room, itself=itself, first_round=first_round)
     if not has_chats(dense.tokenizer) or not heldout:
+        return OwnAnswers(fitted=tuple(fitted), asked=tokens)
+    if why := why_not_asked(dense.tokenizer):
+        progress.log(f"nothing is measured on held-out answers: {why}")
         return OwnAnswers(fitted=tuple(fitted), asked=tokens)
     own, others = own_prompts("asked"), own_prompts("heldout")
     held_out = [each for each in (questions or own) if each.is_held_out]
