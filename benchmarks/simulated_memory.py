@@ -329,9 +329,9 @@ def _repair(step: Step) -> None:
             both.advance_dense(index)
             with masked(dense, both.maskings.values(), only=[index]):
                 found, _ = solutions.solution(both.advance_to(index, "ffn"))
-                written = by_layer._on_the_way(dense, found, 0.8)
+                written = by_layer._interpolated(dense, found, 0.8)
                 stored = {name: weight.cpu() for name, weight in written.items()}
-                replace_weights(by_layer._on_the_way(dense, stored, 1.25))
+                replace_weights(by_layer._interpolated(dense, stored, 1.25))
                 both.advance_masked(index)
 
 

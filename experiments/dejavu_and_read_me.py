@@ -39,7 +39,7 @@ from dotmoe.common.files import write_json
 from dotmoe.common.options import ARGUMENT
 from dotmoe.measure.evaluate.difference import difference
 from dotmoe.measure.evaluate.perplexity import heldout_perplexity
-from dotmoe.method.calibrate import RidgeRouter, block_inputs, calibrate, contributions, expert_sums
+from dotmoe.method.calibrate import RidgeRouter, block_inputs, calibrate, contributions, routed_sums
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout, extract
 from dotmoe.method.masked import masked_by
@@ -94,7 +94,7 @@ def best_experts(dense: DenseModel, layout: ExpertLayout) -> Choice:
     def choose(layer: int, x_TD: Tensor, _: Tensor) -> Tensor:
         energy_TN = contributions(dense.family.ffn(layers[layer]), x_TD).square_()
         experts_N = layout.expert_of_neuron_LN[layer]
-        energy_TE = expert_sums(energy_TN, experts_N, layout.num_experts)
+        energy_TE = routed_sums(energy_TN, experts_N, layout.num_experts)
         return top_k_mask(energy_TE, layout.active_experts)
 
     return choose

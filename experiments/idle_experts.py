@@ -24,7 +24,7 @@ from dotmoe.export.config import ExportConfig
 from dotmoe.export.record import ExportRecord
 from dotmoe.export.routers import at_routers
 from dotmoe.export.write import export
-from dotmoe.method.calibrate import contributions, expert_sums
+from dotmoe.method.calibrate import contributions, routed_sums
 from dotmoe.method.layout import ALWAYS_ON, DROPPED, ExpertLayout
 from dotmoe.method.router import router_logits, top_k_mask
 from dotmoe.models.config import LoadConfig
@@ -87,7 +87,7 @@ def expert_energies(dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor) 
         energy_TN = contributions(ffns[layer], x_TD).square_()
         owner_N = layout.expert_of_neuron_LN[layer].to(x_TD.device)
         routed_N = owner_N >= 0
-        energy_TE = expert_sums(energy_TN[:, routed_N], owner_N[routed_N], layout.num_experts)
+        energy_TE = routed_sums(energy_TN[:, routed_N], owner_N[routed_N], layout.num_experts)
         logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
         runs_TE = top_k_mask(logits_TE, layout.active_experts)
         energies[layer] += (runs_TE * energy_TE).sum(dim=0).cpu()

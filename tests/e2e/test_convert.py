@@ -18,7 +18,7 @@ from dotmoe.run.config import QuickstartConfig
 from export.comparison import logits_of, masked_logits, relative_error
 from runs import TinyRun, loaded, slow_but, with_an_outlier
 
-TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.is_own}
+TWINS = {name: "DotMoeForCausalLM" for name, family in FAMILIES.items() if family.has_own_decoder}
 TWINS["qwen3_5_text"] = "Qwen3_5MoeForCausalLM"
 TWINS |= dict.fromkeys(("granite", "granitemoehybrid"), "GraniteMoeForCausalLM")
 TWINS["olmo2"] = "FlexOlmoForCausalLM"

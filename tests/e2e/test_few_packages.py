@@ -52,8 +52,9 @@ def test_convert_finetune_and_evaluate_need_no_optional_package(tiny_dense, text
         assert ended(RUN, *words).returncode == 0
 
     made, tuned = tmp_path / "made", tmp_path / "tuned"
-    short = ["--seq-len", 32, "--eval-tokens", 64, "--scale-tokens", 32, "--verify-tokens", 32]
-    ran("convert", tiny_dense("llama"), made, "--data", text, "--repair-tokens", 960, *short)
+    short = ["--seq-len", 32, "--scale-tokens", 32, "--verify-tokens", 32]
+    repaired = ["--repair-tokens", 960, "--eval-tokens", 64]
+    ran("convert", tiny_dense("llama"), made, "--data", text, *repaired, *short)
     ran("finetune", made, tuned, "--data", text, "--steps", 1, "--batch-size", 2, *short)
     ran("evaluate", tuned, "--text", text, "--max-tokens", 64)
 

@@ -23,7 +23,7 @@ from export.comparison import (
 from models.test_members import HYBRID, MEMBERS
 from runs import in_turn
 
-OWN = {name: MEMBERS[name][0] for name, family in FAMILIES.items() if family.is_own}
+OWN = {name: MEMBERS[name][0] for name, family in FAMILIES.items() if family.has_own_decoder}
 OWN["granitemoehybrid"] = HYBRID
 """Families whose decoder no stock MoE has: rope, windows and norms differ by layer."""
 SPLITS = ({}, {"shared_size": 24, "dense_layers": 1, "num_experts": 9})

@@ -115,7 +115,7 @@ def test_traits_are_those_of_the_stock_module(dense):
         norms = {name for name in names if name.endswith("layernorm.weight")}
         places = ("input", "post_attention", "post_feedforward")[traits.norms_after :][:2]
         factors = traits.multipliers
-        if traits.is_own:
+        if traits.has_own_decoder:
             after = {"post_feedforward_layernorm.weight", "post_mlp_layernorm.weight"}
             assert traits.norms_after == bool(norms & after)
             continue

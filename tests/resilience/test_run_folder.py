@@ -24,7 +24,7 @@ from runs import put_into, refusal
 
 HOW = [
     *("out", "training", "load.device", "load.sharding", "align.activation_checkpointing"),
-    *("run", "finetune.activation_checkpointing", "finetune.offload", "time"),
+    *("run", "finetune.activation_checkpointing", "finetune.offload", "time", "followed"),
 ]
 """Options of either command that only say how a run is made."""
 

@@ -192,7 +192,11 @@ def _take_gpu() -> None:
 
 @contextmanager
 def _errors_of_ranks() -> Iterator[None]:
-    """Within this context, errors that only this rank knows of, or another, are raised as such."""
+    """Within this context, errors say which rank has them.
+
+    A `UserError` of this rank alone becomes a `RankError`; a broken connection becomes a
+    `UserError`: another rank has gone.
+    """
     try:
         yield
     except UserError as error:
@@ -246,14 +250,20 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def summed_parts(own: Tensor) -> Tensor:
-    """Sum over ranks; in the backward, which must start at the same loss on all, of `own` alone."""
+    """Sum over ranks. The gradient flows to this rank's `own` alone.
+
+    So every rank must start its backward pass from the same loss.
+    """
     if num_ranks() == 1:
         return own
     return own - own.detach() + sum_over_ranks(own.detach().clone())
 
 
 def gathered_rows(own: Tensor) -> Tensor:
-    """The rows of all ranks, which have as many each, in the order of ranks; no gradient."""
+    """Rows of all ranks, [ranks * R, ...], in the order of ranks; carries no gradient.
+
+    Every rank must give as many rows.
+    """
     if num_ranks() == 1:
         return own
     rows = own.new_empty(num_ranks() * len(own), *own.shape[1:])

@@ -211,9 +211,9 @@ class _DotMoe(TransformersFormat):
 
     def unsupported(self, dense: DenseModel, splits: Splits, dtype: torch.dtype) -> str | None:
         traits = dense.traits
-        if traits.rotated != 1 and not traits.is_own:  # Phi-3 is written as Mistral
+        if traits.rotated != 1 and not traits.has_own_decoder:  # Phi-3 is written as Mistral
             return f"{dense.source} has partly rotated heads, which {self.name} cannot hold."
-        if traits.is_own and targets_of(splits) != "ffn":
+        if traits.has_own_decoder and targets_of(splits) != "ffn":
             return f"Heads of {dense.config.model_type} cannot be split. Set targets to ffn."
         if splits[0].target == "attention":  # no stock kernel limits the sizes of these experts
             return None
@@ -347,9 +347,9 @@ class _DotMoe(TransformersFormat):
         shutil.copyfile(CODE, folder / CODE.name)
         return super().write(converted, folder)
 
-    def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
+    def router_and_output(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
         if target == "ffn":
-            return super().routed(model, target)
+            return super().router_and_output(model, target)
         layers = cast(Any, model).model.layers
         return [(layer.self_attn.q_proj, layer.self_attn.o_proj) for layer in layers]
 

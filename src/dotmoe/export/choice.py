@@ -36,8 +36,9 @@ def format_for(dense: DenseModel, splits: Splits, name: str, dtype: torch.dtype)
     `auto` and `gguf` take, in this order of preference:
 
     1. of the formats that hold the model with these splits, the one with the longest context, and
-       of equal ones the first in `FORMATS`. Format dotmoe, which no server runs by its own code,
-       comes last, and is taken only if no other format is for the model or for what is split;
+       of equal ones the first in `FORMATS`. Format dotmoe comes last, because servers run it
+       only with the code in the export: it is taken only if no other can hold the model's decoder
+       or what is split;
     2. if none is taken, a format that would hold the model split in another way: it is refused
        with its reason, which says what to change;
     3. else the first of all, which is refused with its reason, too.
@@ -68,9 +69,9 @@ def format_for(dense: DenseModel, splits: Splits, name: str, dtype: torch.dtype)
 
 
 def _is_for_own(dense: DenseModel, splits: Splits, forms: Mapping[str, Format]) -> bool:
-    """Whether no format but dotmoe's own is for experts of heads, or for the model's decoder."""
+    """Whether only format dotmoe can hold what is split, or the model's decoder."""
     has_twin = any(form.twin_of == dense.config.model_type for form in forms.values())
-    return targets_of(splits) != "ffn" or (dense.traits.is_own and not has_twin)
+    return targets_of(splits) != "ffn" or (dense.traits.has_own_decoder and not has_twin)
 
 
 def _nearly_holding(

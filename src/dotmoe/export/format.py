@@ -229,7 +229,8 @@ class ConvertedModel:
     ) -> TensorSpec:
         """Spec of the `slices` of one FFN projection that belong to some neurons."""
         source = self.dense.family.ffn_tensor(layer, part)
-        return self.slices(source, int(part == "down"), neurons, name, times, size)
+        axis = 1 if part == "down" else 0
+        return self.slices(source, axis, neurons, name, times, size)
 
     def projections(
         self, layer: int, neurons: Tensor, name: str, down: float = 1.0, size: int = 0
@@ -296,7 +297,7 @@ class Format(ABC):
         """One sentence that states why these splits cannot be exported exactly, or None."""
         traits, config = dense.traits, dense.config
         is_twin = self.twin_of == config.model_type
-        if (self.twin_of or traits.is_own) and not is_twin:
+        if (self.twin_of or traits.has_own_decoder) and not is_twin:
             kind = config.model_type
             return f"{dense.source} has the decoder of {kind}, which {self.name} cannot hold."
         present = features_of_split(splits)
@@ -307,10 +308,10 @@ class Format(ABC):
         not_held = {str(feature) for feature in present - held}
         if not is_twin and rope not in self.rope_types:
             not_held.add(f"rope_type {rope}")
-        for name in sorted(not_held):
-            return f"{dense.source} has {name}, which {self.name} cannot hold."
-        for name in sorted(set(self.requires) - present):
-            return f"{dense.source} has no {name}, which {self.name} requires."
+        if not_held:
+            return f"{dense.source} has {min(not_held)}, which {self.name} cannot hold."
+        if missing := set(self.requires) - present:
+            return f"{dense.source} has no {min(missing)}, which {self.name} requires."
         if rope in ("dynamic", "longrope") and self.context(dense) < dense.widths.context:
             return (
                 f"{dense.source} has rope_type {rope!r} together with a sliding window; both "

@@ -107,8 +107,8 @@ def check_gguf(
         if value != (float(np.float32(wanted)) if isinstance(wanted, float) else wanted):
             difference = f"{str(value)[:40]!r} instead of {str(wanted)[:40]!r}"
             raise VerificationError(f"{key} in {path} is {difference}. {_REPORT}")
-    for name in sorted(file.tensors.keys() ^ specs.keys()):
-        raise VerificationError(f"{name} in {path} is missing or unexpected. {_REPORT}")
+    if different := file.tensors.keys() ^ specs.keys():
+        raise VerificationError(f"{min(different)} in {path} is missing or unexpected. {_REPORT}")
     for name, spec in specs.items():
         exact = spec.make().float()
         if encoded(spec, exact).tobytes() != file.tensors[name].data.tobytes():

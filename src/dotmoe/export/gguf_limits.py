@@ -54,7 +54,7 @@ def _is_held(dense: DenseModel, splits: Splits, name: str) -> bool:
     features = features_of_decoder(dense) | features_of_split(splits)
     ropes = ROPE_TYPES if name == LLAMA else PLAIN_ROPE
     return (
-        not dense.traits.is_own
+        not dense.traits.has_own_decoder
         and features <= {*SUPPORTS[name]}
         and rope_of(dense.config)["rope_type"] in ropes
     )

@@ -54,7 +54,9 @@ def count_parameters(model: nn.Module, family: Family, splits: Splits) -> Parame
     ffn_total = 3 * width * config.intermediate_size * config.num_hidden_layers
     embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
     head = total - num_parameters(model.get_submodule("model"))
-    of_a_query = 0 if traits.qk_norm == "full" else width + traits.qkv_bias
+    of_a_query = width + 1 if traits.qkv_bias else width
+    if traits.qk_norm == "full":
+        of_a_query = 0
     of_a_unit = {"ffn": 3 * width, "attention": traits.head_dim * (width + of_a_query)}
     whole, idle = {"ffn": 0, "attention": 0}, {"ffn": 0, "attention": 0}
     dropped = routers = 0

@@ -211,12 +211,12 @@ def limits_met(config: Mapping[str, Any]) -> list[str]:
         "biases": config.get("attention_bias"),
         "shared experts": config.get("n_shared_experts", 0) > 1,
         "head width": config["head_dim"] * config["num_attention_heads"] != config["hidden_size"],
-        "scaled RoPE": rope["rope_type"] != "default" or rope["rope_theta"] % 1,
+        "scaled RoPE": rope["rope_type"] != "default" or rope["rope_theta"] % 1 != 0,
         "window": window is not None and window < config["max_position_embeddings"],
         "dense layers": config.get("mlp_only_layers"),
         "longrope": rope["rope_type"] == "longrope",
         "any": True,
-        "small experts": size % (128 * 8),  # on up to 8 GPUs
+        "small experts": size % (128 * 8) != 0,  # on up to 8 GPUs
         # k of glm4_moe can be edited, up to E.
         "many active": config.get("n_routed_experts", config["num_experts_per_tok"]) > 32,
     }

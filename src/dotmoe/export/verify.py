@@ -59,7 +59,7 @@ class Reloadable(Format):
         layers = cast(nn.ModuleList, model.get_submodule("model.layers"))
         return [layer.get_submodule(self.block_name) for layer in layers]
 
-    def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
+    def router_and_output(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
         """For each layer, the module called with the router's input, and that with the output."""
         return [(block, block) for block in self.blocks(model)]
 
@@ -115,7 +115,7 @@ def verify(
     with ExitStack() as hooks:
         for part in layouts:
             for layer in part.moe_layers:
-                router, block = form.routed(exported, part.target)[layer]
+                router, block = form.router_and_output(exported, part.target)[layer]
                 hooks.enter_context(input_hooks({layer: router}, inputs.__setitem__))
                 seeing = partial(compare, part, layer, router)
                 hooks.enter_context(block.register_forward_hook(seeing))

@@ -187,10 +187,13 @@ def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
     return size_TN
 
 
-def expert_sums(
+def routed_sums(
     values_TN: Float[Tensor, "T N"], expert_of_neuron_N: Int[Tensor, " N"], num_experts: int
 ) -> Float[Tensor, "T E"]:
-    """Sum over the neurons of each expert; neurons that are always on are left out."""
+    """Sum over the neurons of each expert; neurons that are always on are left out.
+
+    None may be dropped: their number, -2, would count for the last expert.
+    """
     columns = num_experts + 1
     return sums_by_expert(values_TN, expert_of_neuron_N % columns, columns)[:, :num_experts]
 
@@ -221,7 +224,7 @@ def router_aware_start(
     fitted = RidgeRouter(x_TD, config.ridge)
 
     def router() -> Tensor:
-        return fitted(log_energy(expert_sums(share_TN, expert_N, split.num_experts)))
+        return fitted(log_energy(routed_sums(share_TN, expert_N, split.num_experts)))
 
     for _ in range(ROUNDS):
         mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)

@@ -215,8 +215,8 @@ class RepairConfig:
     Default: 40 for each input of a projection, such as a neuron of an FFN."""
     repair_epochs: Annotated[int, at_least(0)] = 2
     """Number of passes over these tokens that train all three projections of each FFN, layer by
-    layer, to the same end; 0: refit W_down alone, in closed form, as where held-out text gains
-    nothing from training. Attention is only refitted."""
+    layer. 0: no training; W_down alone is refitted in closed form, as it also is where held-out
+    text gains nothing from training. Attention is only refitted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,8 +85,11 @@ class Student(nn.Module):
         for ffn in self.ffns:
             ffn.requires_grad_(config.train != "lora")
         self.tuner = _with_adapters(model, config) if config.train == "lora" else None
-        for trained in {"everything": (model,), "experts": self.ffns}.get(config.train, ()):
-            trained.float()
+        if config.train == "everything":
+            model.float()
+        elif config.train == "experts":
+            for ffn in self.ffns:
+                ffn.float()
         for ffn in self.ffns:
             ffn.router.requires_grad_(config.lr_router != 0)
         if is_divided:
@@ -245,8 +248,8 @@ def computed_in(
     device, stored = resolved_device(load.device), Tensors.of(dense).dtype
     dtype = dtype_for(dense, load, device)
     # Weight, gradient and two moments in float32 are 16 bytes per trained parameter.
-    num_bytes = 16 if config.train != "lora" else stored.itemsize
-    num_bytes *= num_parameters(dense.model)
+    bytes_each = 16 if config.train != "lora" else stored.itemsize
+    num_bytes = bytes_each * num_parameters(dense.model)
     shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
     return dtype, shard
 
@@ -277,7 +280,7 @@ def finetune(
     """
     device = resolved_device(load.device)
     dtype, shard = computed_in(dense, config, load)
-    shard |= config.offload  # else gradients would add up in a GPU's memory, whole
+    shard = shard or config.offload  # else gradients would add up in a GPU's memory, whole
     raise_on_all_ranks(lambda: require_trainable(dtype))
     teacher = None
     if config.kl_weight > 0 and (config.train != "lora" or origin is not None):

@@ -101,11 +101,11 @@ class Objective:
         batch = self.blocks.batch(*place).to(self.dense.device)
         counted = predicts_answers(self.blocks.answers_in_batch(*place), batch)
         sums: dict[str, Tensor] = {}
-        parts = torch.split(batch, self.config.micro_batch_size)
-        for number, rows in enumerate(parts, 1):
+        micro = self.config.micro_batch_size
+        parts = list(zip(torch.split(batch, micro), torch.split(counted, micro), strict=True))
+        for number, (rows, counted_rows) in enumerate(parts, 1):
             share = len(rows) / size
-            first = (number - 1) * self.config.micro_batch_size
-            losses = self.losses(rows, places_of(counted[first : first + len(rows)], rows.device))
+            losses = self.losses(rows, places_of(counted_rows, rows.device))
             self.differentiate(losses["loss"] * share, is_last=number == len(parts))
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0.0) + share * value.detach()

@@ -189,7 +189,7 @@ def soft_top_k(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Te
 class _SoftTopK(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, active_experts: int) -> Tensor:
-        soft = _saturated(logits_TE, active_experts)
+        soft = _sigmoids_that_sum_to_k(logits_TE, active_experts)
         ctx.save_for_backward(soft)
         return soft
 
@@ -202,7 +202,7 @@ class _SoftTopK(torch.autograd.Function):
         return weight * (grad_TE - mean), None
 
 
-def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
+def _sigmoids_that_sum_to_k(logits_TE: Tensor, active_experts: int) -> Tensor:
     """sigmoid(x - theta) where sum_e sigmoid(x_e - theta) = k for every token."""
     num_experts, info = logits_TE.shape[1], torch.finfo(logits_TE.dtype)
     if active_experts == num_experts:

@@ -246,9 +246,10 @@ class Tensors:
         plain = plain_names(files)
         named = {plain[name]: (path, name) for name, path in files.items()}
         prefix = "model." if _BASE_EMBEDDING in named else ""
-        wrapped = any(_text_name(name) != name for name in files)
+        is_wrapped = any(_text_name(name) != name for name in files)
+        around = _AROUND_TEXT if is_wrapped else _DRAFTS
+        self.left_out = sorted(filter(around.match, named))
         """Names of the tensors around a text model: vision tower, projector, Qwen3.5's drafts."""
-        self.left_out = sorted(filter((_AROUND_TEXT if wrapped else _DRAFTS).match, named))
         self._place = {
             (name if name == HEAD else prefix + name): place
             for name, place in named.items()

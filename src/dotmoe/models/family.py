@@ -79,7 +79,7 @@ class Family:
     """Its own names of modules, by their names in LLaMA's form."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stored projections that hold the rows of several, which stay fused in memory."""
-    is_own: bool = False
+    has_own_decoder: bool = False
     """Whether its decoder is none that its traits describe: only format dotmoe, which keeps the
     stock decoder, computes the same."""
     ffn_norm_after: str = "post_feedforward_layernorm"
@@ -123,7 +123,7 @@ class Family:
             qkv_bias="self_attn.q_proj.bias" in shapes,
             output_bias="self_attn.o_proj.bias" in shapes,
             qk_norm=qk_norm,
-            is_own=self.is_own or not is_usual,
+            has_own_decoder=self.has_own_decoder or not is_usual,
             norms_after=hasattr(layer, self.ffn_norm_after),
             sliding_window=window if "sliding_attention" in kinds else None,
             all_slide="full_attention" not in kinds,
@@ -215,19 +215,21 @@ FAMILIES = {
     **dict.fromkeys(("internlm3", "iquestcoder", "seed_oss", "cwm"), Family()),
     **dict.fromkeys(("ministral", "ministral3"), Family()),
     "phi3": Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": _GATE_UP}),
-    **dict.fromkeys(("smollm3", "olmo3", "exaone4", "cohere2"), Family(is_own=True)),
-    **dict.fromkeys(("hunyuan_v1_dense", "ernie4_5"), Family(is_own=True)),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), Family(is_own=True, norm_offset=1.0)),
-    "qwen3_5_text": Family(is_own=True, norm_offset=1.0),
+    **dict.fromkeys(("smollm3", "olmo3", "exaone4", "cohere2"), Family(has_own_decoder=True)),
+    **dict.fromkeys(("hunyuan_v1_dense", "ernie4_5"), Family(has_own_decoder=True)),
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3_text"), Family(has_own_decoder=True, norm_offset=1.0)
+    ),
+    "qwen3_5_text": Family(has_own_decoder=True, norm_offset=1.0),
     "glm4": Family(
-        is_own=True, fused={"gate_up_proj": _GATE_UP}, ffn_norm_after="post_mlp_layernorm"
+        has_own_decoder=True, fused={"gate_up_proj": _GATE_UP}, ffn_norm_after="post_mlp_layernorm"
     ),
     "granitemoehybrid": Family(  # Granite 4; without experts, its shared one is the FFN
         renamed={"mlp": "shared_mlp", "down_proj": "output_linear"},
         fused={"input_linear": _GATE_UP},
     ),
     "lfm2": Family(
-        is_own=True,
+        has_own_decoder=True,
         renamed={
             "mlp": "feed_forward",
             "gate_proj": "w1",

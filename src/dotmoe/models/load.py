@@ -105,7 +105,8 @@ def load_whole(dense: DenseModel, config: LoadConfig) -> DenseModel:
     device = distributed.resolved_device(config.device)
     dtype = dtype_for(dense, config, device)
     if device.type == "cuda":
-        num_bytes, free = dtype.itemsize * num_parameters(dense.model), torch.cuda.mem_get_info()[0]
+        num_bytes = dtype.itemsize * num_parameters(dense.model)
+        free, _ = torch.cuda.mem_get_info(device)
         if num_bytes > LARGEST_WHOLE * free:
             raise UserError(
                 f"the model writes on one device, but its weights take {in_bytes(num_bytes)} of "

@@ -173,7 +173,7 @@ def _read_when_run(model: nn.Module, read: Read, folder: Path, error: type[UserE
         part = _Part(name, module, read, folder, error)
         module.register_forward_pre_hook(part.fill)
         module.register_forward_hook(part.empty, always_call=True)
-        part.holders = int(keeps)
+        part.holders = 1 if keeps else 0
         setattr(module, _PART, part)
 
 

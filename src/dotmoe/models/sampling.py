@@ -59,7 +59,7 @@ def continuations(
     numbers: Sequence[int] | None = None,
     room: int | None = None,
     has_ended: Callable[[list[int]], bool] = lambda ids: False,
-    on_finished: Callable[[int], None] = lambda rows: None,
+    on_closed: Callable[[int], None] = lambda rows: None,
 ) -> Iterator[Continuation]:
     """Continue each prompt until a token of `ends`; yields a batch of rows when its last is done.
 
@@ -68,7 +68,7 @@ def continuations(
 
     Prompts of similar length share a batch. What is drawn for a prompt depends on `seed` and its
     number, by default its place in the list, not on the rows beside it, but for rounding.
-    `on_finished` gets the number of rows that have ended, after each step.
+    `on_closed` gets the number of rows that are finished or cut, after each step.
     """
     of_ends = set(ends)
     numbers = range(len(prompts)) if numbers is None else numbers
@@ -84,7 +84,7 @@ def continuations(
     rows.sort(key=lambda row: len(row.prompt))
     for start in range(0, len(rows), how.rows):
         batch = rows[start : start + how.rows]
-        _grow(_Growing(model, batch, how, seed), is_done, partial(_tell, on_finished, start))
+        _grow(_Growing(model, batch, how, seed), is_done, partial(_tell, on_closed, start))
         for row in batch:
             yield Continuation(row.number, row.new, row.is_finished)
 
@@ -106,14 +106,14 @@ class _Row:
         return not self.is_finished and len(self.new) < self.longest
 
 
-def _tell(on_finished: Callable[[int], None], before: int, ended: int) -> None:
-    on_finished(before + ended)
+def _tell(on_closed: Callable[[int], None], before: int, closed: int) -> None:
+    on_closed(before + closed)
 
 
 def _grow(
     growing: "_Growing",
     is_done: Callable[[list[int]], bool],
-    on_finished: Callable[[int], None],
+    on_closed: Callable[[int], None],
 ) -> None:
     """Continue rows side by side until each is finished or cut."""
     rows = tuple(growing.rows)
@@ -123,7 +123,7 @@ def _grow(
             if row.is_open:
                 row.new.append(token)
                 row.is_finished = is_done(row.new)
-        on_finished(sum(row.is_finished for row in rows))
+        on_closed(len([row for row in rows if not row.is_open]))
 
 
 class _Growing:

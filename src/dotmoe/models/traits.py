@@ -78,8 +78,8 @@ class DecoderTraits:
     """Whether the attention's output projection has a bias."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys: none, on each head, or over all heads at once."""
-    is_own: bool = False
-    """Whether these traits leave out how the decoder computes; see `Family.is_own`."""
+    has_own_decoder: bool = False
+    """Whether these traits leave out how the decoder computes; see `Family.has_own_decoder`."""
     norms_after: bool = False
     """Whether RMSNorms follow attention and FFN, in the residual branch; none precede them, except
     in a decoder of its own."""

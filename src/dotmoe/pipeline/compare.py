@@ -29,7 +29,7 @@ from dotmoe.pipeline.prune import budget_of, prune
 from dotmoe.pipeline.rows import Measured, Row, on_answers, table
 from dotmoe.rivals.pruning import require
 from dotmoe.run.config import CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
-from dotmoe.run.defaults import default_sources
+from dotmoe.run.defaults import with_sources
 from dotmoe.run.folder import OtherRunError, RunFolder, provenance
 from dotmoe.text.answers import asks_by_name
 from dotmoe.text.tokenise import TokenisedText
@@ -53,9 +53,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
             f"but targets is {config.experts.targets}. Leave one of the two out."
         )
     dense = describe_dense(config.model)
-    if not config.data.data:
-        sources = default_sources(is_chat=has_chats(dense.tokenizer))
-        config = replace(config, data=replace(config.data, data=sources))
+    config = with_sources(config, is_chat=has_chats(dense.tokenizer))
     read = config.calibration_tokens(dense.widths.model)
     if config.repair:
         read += repair_tokens(config.repairing, exportable_splits(config, dense), dense.config)

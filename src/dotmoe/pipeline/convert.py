@@ -1,6 +1,7 @@
 """`convert`: a dense model becomes a MoE checkpoint, stage by stage.
 
-tokenise -> calibrate -> align -> extract (-> repair) -> export -> evaluate -> report
+answers -> tokenise (-> share) (-> dense layers) -> calibrate -> align -> extract (-> repair)
+-> export -> evaluate -> report
 """
 
 from contextlib import ExitStack

@@ -1,6 +1,6 @@
 """`finetune`: the model of a finished run is trained, exported and measured.
 
-tokenise -> finetune -> export -> evaluate -> report
+answers -> tokenise -> finetune -> export -> evaluate -> report
 """
 
 from contextlib import ExitStack
@@ -61,7 +61,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             raise_on_all_ranks(lambda: require_exportable(dense, splits, config.export))
             how = config.finetune
             run.answer(dense, how.steps * how.batch_size * config.data.seq_len)
-            run.tokenise(dense, 0, beside=source.text)
+            run.tokenise(dense, 0, finetuned_run=source.text)
             layouts, blocks = _train(run, dense, source), run.text.training
             steps = config.finetune.schedule(blocks.num_blocks).steps
             tokens = steps * config.finetune.batch_size * blocks.seq_len

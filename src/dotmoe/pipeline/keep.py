@@ -22,7 +22,7 @@ from dotmoe.common.progress import Update
 from dotmoe.common.tables import percent
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.write import export_dtype, require_exportable
-from dotmoe.measure.evaluate.kept import in_tenths, speed_in_words
+from dotmoe.measure.evaluate.kept import speed_in_words, to_a_tenth
 from dotmoe.measure.evaluate.own_answers import (
     DenseStates,
     closeness_on,
@@ -117,7 +117,7 @@ def judge_of(run: Run, dense: DenseModel) -> Callable[[Values], Values]:
             raise MissedError(active, kept)
         raise UserError(
             f"keep is {wanted:g}, but the largest share, {active} of {chosen['num_experts']} "
-            f"experts, keeps {in_tenths(kept)} once it is exported. The export stays in "
+            f"experts, keeps {to_a_tenth(kept)} once it is exported. The export stays in "
             f"{run.folder.stage('export')}. Lower keep in another folder, or use the dense model."
         )
 
@@ -132,7 +132,7 @@ def take_next(run: Run, missed: MissedError) -> None:
     write_json(folder / f"{active}.json", {"active_experts": active, "kept": missed.kept})
     run.folder.reopen("share")
     run.progress.log(
-        f"keep {wanted:g}: the export with {active} experts keeps {in_tenths(missed.kept)}; the "
+        f"keep {wanted:g}: the export with {active} experts keeps {to_a_tenth(missed.kept)}; the "
         "next larger share is converted"
     )
 
@@ -166,7 +166,7 @@ def _smallest(run: Run, dense: DenseModel, candidates: list[int], folder: Path) 
         trial = read_json(done)
         run.progress.log(
             f"keep {wanted:g}: a trial with {active} of {trial['num_experts']} experts keeps "
-            f"{in_tenths(trial['kept'])} of the top tokens"
+            f"{to_a_tenth(trial['kept'])} of the top tokens"
         )
         return float(trial["kept"])
 
@@ -175,7 +175,7 @@ def _smallest(run: Run, dense: DenseModel, candidates: list[int], folder: Path) 
     if place < len(candidates):
         return candidates[place]
     largest = _records(folder)[-1]
-    share, most = largest["active_experts"] / largest["num_experts"], in_tenths(largest["kept"])
+    share, most = largest["active_experts"] / largest["num_experts"], to_a_tenth(largest["kept"])
     raise UserError(
         f"keep is {wanted:g}, but no share below 100 % keeps so much: {percent(share)} of the "
         f"experts keep {most} of the top tokens. Lower keep in another folder (the answers are "

@@ -1,6 +1,6 @@
 """`prune`: a dense model is pruned by a published method and measured.
 
-tokenise -> prune -> evaluate
+answers -> tokenise -> prune -> evaluate
 """
 
 from contextlib import ExitStack

@@ -228,7 +228,7 @@ class Run:
         )
 
     def tokenise(
-        self, dense: DenseModel, min_tokens: int, beside: TokenisedText | None = None
+        self, dense: DenseModel, min_tokens: int, finetuned_run: TokenisedText | None = None
     ) -> None:
         """Run the tokenise stage; rank zero alone writes the training and the held-out text."""
         config, data = self.config, self.converted.data
@@ -246,7 +246,7 @@ class Run:
                 eval_text=config.eval_text,
                 eval_tokens=config.eval_tokens,
                 progress=self.progress,
-                beside=beside,
+                finetuned_run=finetuned_run,
                 own=self.own,
             )
 
@@ -325,10 +325,10 @@ class Run:
         """Measure perplexity of the dense model, the export, and `earlier` exports by name.
 
         The results also have what `measure` returns and what the export's record contains. `judge`
-        gets the export's closeness on held-out answers and adds to the results, or refuses it by an
-        exception: then the stage stays unfinished. All are
-        measured in the same windows, which no context of theirs is shorter than. The dense model's
-        weights are dropped from memory after `measure`, before an export is loaded.
+        gets the export's closeness on held-out answers. It returns further results, or raises to
+        refuse the export; the stage then stays unfinished. All models are measured in the same
+        windows, no longer than the shortest of their contexts. The dense model's weights are
+        dropped from memory after `measure`, before an export is loaded.
         """
         exported = self.folder.stage("export")
 
@@ -343,7 +343,9 @@ class Run:
                 if dense.weights == "memory":
                     dense.model.to("meta")
 
-            self.texts = perplexity.in_context(self.texts, min(map(context_of, exports.values())))
+            self.texts = perplexity.cut_to_context(
+                self.texts, min(map(context_of, exports.values()))
+            )
             results = self.perplexities(dense, exports, rest_of_dense)
             text = f"Text: {perplexity.text_names(results['dense'])}."
             missing = [f"{said[0].upper()}{said[1:]}." for said in self.text.notes]
@@ -476,13 +478,17 @@ def fitting_the_device(
         chosen = fit_to_memory(step, step.memory_bytes)
         size = chosen.micro_batch_size
         if chosen != step:
-            host = f", offload to {in_bytes(chosen.on_host)} of the host's memory for each rank"
-            run.progress.log(
-                "a step would not fit into memory, by estimate: activation_checkpointing is on, "
-                f"micro_batch_size {size}" + host * chosen.offload
-            )
-        changes = {"micro_batch_size": min(how.micro_batch_size, size)}
-        changes |= {"activation_checkpointing": chosen.checkpointing}
-        return changes | ({"offload": True} if chosen.offload else {})
+            changed = f"activation_checkpointing is on, micro_batch_size {size}"
+            if chosen.offload:
+                host = in_bytes(chosen.on_host)
+                changed += f", offload to {host} of the host's memory for each rank"
+            run.progress.log(f"a step would not fit into memory, by estimate: {changed}")
+        changes: dict[str, Any] = {
+            "micro_batch_size": min(how.micro_batch_size, size),
+            "activation_checkpointing": chosen.checkpointing,
+        }
+        if chosen.offload:
+            changes["offload"] = True
+        return changes
 
     return replace(how, **broadcast_from_rank_zero(fitted))

@@ -34,9 +34,7 @@ def with_defaults(config: Conversion, dense: DenseModel, dtype: torch.dtype) -> 
     For a method other than DOT-MoE, `align` is set as that method needs it: it trains its
     router for `router_steps`, and keeps its experts. `dtype` is that of the export.
     """
-    if not config.data.data:
-        sources = default_sources(is_chat=has_chats(dense.tokenizer))
-        config = replace(config, data=replace(config.data, data=sources))
+    config = with_sources(config, is_chat=has_chats(dense.tokenizer))
     experts = with_size(config.experts, dense, config.export.format, dtype)
     if config.method != "dot_moe":  # those with a shared expert choose its size themselves
         experts = replace(experts, shared=experts.shared or 0.0)
@@ -45,6 +43,14 @@ def with_defaults(config: Conversion, dense: DenseModel, dtype: torch.dtype) -> 
         return replace(config, experts=experts)
     align = replace(config.align, steps=config.baseline.router_steps, learn_assignment=False)
     return replace(config, experts=experts, align=align)
+
+
+def with_sources(config: Conversion, *, is_chat: bool) -> Conversion:
+    """The config with the sources of text that its default means."""
+    if config.data.data:
+        return config
+    sources = default_sources(is_chat=is_chat)
+    return replace(config, data=replace(config.data, data=sources))
 
 
 def default_sources(*, is_chat: bool) -> tuple[str, ...]:

@@ -265,7 +265,7 @@ class RunFolder:
         process. Only rank zero calls `save`, which writes what `make` has not written itself.
         """
         folder = self.stage(name)
-        if broadcast_from_rank_zero(lambda: self._is_ready(name)):
+        if broadcast_from_rank_zero(lambda: self._verify_or_prepare(name)):
             return raise_on_all_ranks(lambda: load(folder))
         started = time.monotonic()
         result = make(folder)
@@ -282,8 +282,11 @@ class RunFolder:
         stages = {stage: made for stage, made in self.manifest["stages"].items() if stage != name}
         self._write({**self.manifest, "stages": stages})
 
-    def _is_ready(self, name: str) -> bool:
-        """Whether a stage is finished; if not, prepares its folder and removes later results."""
+    def _verify_or_prepare(self, name: str) -> bool:
+        """Verify a finished stage and return True; else prepare its folder and return False.
+
+        Preparing removes the results of all later stages.
+        """
         if self.has(name):
             self.verified(name)
             return True
@@ -293,9 +296,10 @@ class RunFolder:
             self._log(f"{folder} is gone: it is made again, and so are all later stages")
         kept = {stage: record for stage, record in stages.items() if stage not in later}
         self._write({**self.manifest, "stages": kept})
-        for path in folder.glob("*"):
-            if name != "evaluate" and not _is_progress(path):
-                remove(path)
+        if name != "evaluate":
+            for path in folder.glob("*"):
+                if not _is_progress(path):
+                    remove(path)
         for stage in later[1:]:
             remove(self._result_of(stage))
         folder.mkdir(exist_ok=True)

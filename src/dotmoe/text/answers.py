@@ -5,7 +5,6 @@ the dense model writes the text that it is fitted to (docs/guides/text.md).
 """
 
 import json
-import os
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +22,11 @@ from dotmoe.common.files import write_text
 from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.models.chat import asked, end_tokens, has_chats, user_opening, why_not_asked
 from dotmoe.models.family import DenseModel
+from dotmoe.models.identity import cache_folder
 from dotmoe.models.sampling import Continuation, Sampling, continuations
 from dotmoe.text.config import DataConfig
 from dotmoe.text.rows import Asking, Message
-from dotmoe.text.sources import PROMPTS, SELF, local_files, means, opened
+from dotmoe.text.sources import PROMPTS, SELF, asks, local_files, opened
 
 Kept = TypeVar("Kept")
 
@@ -105,9 +105,9 @@ def questions_in(data: DataConfig, tokenizer: Any) -> list[Question]:
     """The prompts of this package, if `prompts` is a source, and rows of local files that ask."""
     found = list[Question]()
     for source in data.data:
-        if means(source, PROMPTS):
+        if source == PROMPTS:
             found += own_prompts("asked")
-        elif not means(source, SELF) and local_files(source):
+        elif source != SELF and local_files(source):
             read = opened(source, data, tokenizer, answered=True)
             found += [Question(messages=each.messages) for each in read if type(each) is Asking]
     return found
@@ -201,13 +201,12 @@ def _written(
         seed=seed,
         numbers=left,
         room=room or dense.widths.context,
-        on_finished=lambda ended: on_progress(before + ended, len(prompts)),
+        on_closed=lambda closed: on_progress(before + closed, len(prompts)),
     )
     with parts.open("a", encoding="utf-8") as file:
         for new in growing:
             done[new.number] = made(new)
             _append(file, new.number, done[new.number])
-            on_progress(len(done), len(prompts))
     answers = [done[number] for number in range(len(prompts))]
     save_answers(answers, path)
     parts.unlink()
@@ -343,8 +342,7 @@ class Answering:
         self._dense, self._seed, self._progress = dense, seed, progress
         dtype = next(dense.model.parameters()).dtype
         self._identity = f"{identity} {dtype}"
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        self._cache = cache / "dotmoe" / "answers"
+        self._cache = cache_folder() / "answers"
 
     def answers(
         self,
@@ -463,8 +461,7 @@ class Answering:
 
 def asks_by_name(data: DataConfig) -> bool:
     """Whether names of sources ask the dense model to write, as they do where none is named."""
-    sources = data.data
-    return not sources or any(means(source, name) for source in sources for name in (PROMPTS, SELF))
+    return not data.data or any(map(asks, data.data))
 
 
 def require_chats(tokenizer: Any, data: DataConfig) -> None:
@@ -493,7 +490,7 @@ def own_answers(
     to measure on. Another `first_round` draws other answers to fit to. Raises `UserError` if the
     data ask a model without chat template.
     """
-    itself = any(means(source, SELF) for source in data.data)
+    itself = SELF in data.data
     questions = questions_in(data, dense.tokenizer)
     if questions:
         require_chats(dense.tokenizer, data)
@@ -511,15 +508,15 @@ def own_answers(
         return OwnAnswers(fitted=tuple(fitted), asked=tokens)
     own, others = own_prompts("asked"), own_prompts("heldout")
     held_out = [each for each in (questions or own) if each.is_held_out]
-    asked = {
+    chosen = {
         name: _some(answering.with_room(each, context), heldout)
         for name, each in ((ALIKE, held_out), (OTHERS, others))
     }
     sets, title = dict[str, tuple[Answer, ...]](), "held-out answers"
-    for name, each in asked.items():
+    for name, each in chosen.items():
         sets[name] = tuple(answering.answers(each, seed, title, room=context))
     title += f", repetition penalty {PENALTY:g}"
-    for name, each in asked.items():
+    for name, each in chosen.items():
         penalised = answering.answers(each, seed, title, room=context, repetition_penalty=PENALTY)
         sets[f"{name}_penalised"] = tuple(penalised)
     return OwnAnswers(fitted=tuple(fitted), asked=tokens, **sets)

@@ -78,12 +78,6 @@ class TokenBlocks:
         """Blocks at equal distances in the text, enough for `num_tokens`: int64, [B, seq_len]."""
         return self.tokens_BT[self._drawn_rows(num_tokens)].long()
 
-    def answers_drawn(self, num_tokens: int) -> Tensor | None:
-        """`is_answer_BT` of the blocks that `drawn` gives."""
-        if self.is_answer_BT is None:
-            return None
-        return self.is_answer_BT[self._drawn_rows(num_tokens)]
-
     def _drawn_rows(self, num_tokens: int) -> Tensor:
         rows = min(-(-num_tokens // self.seq_len), self.num_blocks)
         return torch.arange(rows) * self.num_blocks // rows
@@ -312,6 +306,3 @@ def _permutation(num_blocks: int, seed: int, epoch: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     return torch.randperm(num_blocks, generator=generator)
-
-
-# --- packing -----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import answers
 from dotmoe.text.config import AnswersConfig, DataConfig
-from dotmoe.text.sources import PROMPTS, SELF, means
+from dotmoe.text.sources import PROMPTS, SELF
 
 QUESTION_TOKENS, ANSWER_TOKENS = 48, 220
 """Mean tokens of a question in its template, and of an answer: of SmolLM2-135M and
@@ -60,10 +60,11 @@ def expected_writing(
 def _chats(data: DataConfig, tokens: int) -> list[Writing]:
     """Answers to fit to, and the questions that the model writes once the prompts have run out."""
     questions = 0
-    if any(means(source, PROMPTS) for source in data.data):
-        questions = sum(not each.is_held_out for each in answers.own_prompts("asked"))
+    if PROMPTS in data.data:
+        asked = answers.own_prompts("asked")
+        questions = len([each for each in asked if not each.is_held_out])
     wanted = _in_portions(tokens, QUESTION_TOKENS + ANSWER_TOKENS)
-    if not any(means(source, SELF) for source in data.data):
+    if SELF not in data.data:
         return [_answers("answers to fit to", min(wanted, answers.ROUNDS * questions))]
     own = max(0, wanted - questions)
     if not own:

@@ -92,8 +92,8 @@ def pack_sources(
             on_progress(writer.num_tokens, max_tokens)
             if writer.num_tokens == max_tokens:
                 break
-            is_last = [one is record for one in records]
-            writer.keep({"sources": records, "last": is_last.index(True)})
+            last_number = next(number for number, one in enumerate(records) if one is record)
+            writer.keep({"sources": records, "last": last_number})
         is_only_asking = answered and not writer.num_tokens
         if writer.num_tokens < config.seq_len and not is_only_asking:
             raise UserError(
@@ -136,8 +136,8 @@ def joined(
     """Iterate over the pieces of several sources, mixed by weight or one source after the other.
 
     With weights, the next piece comes from the source with the fewest tokens for its weight: after
-    T tokens a source of share w, longest document s and all sources' longest documents together S
-    has given between wT - wS and wT + s. A piece is cut where its source has its share of
+    T tokens a source of share w has given between w(T - S) and wT + s; s is its longest document,
+    S the sum of all sources' longest documents. A piece is cut where its source has its share of
     `max_tokens`, so that this is the share in the end, too; its rest comes if other sources run
     out. If another source comes between the pieces of a long document, its rest counts as a
     document. `last` is the record of the source read last.
@@ -157,7 +157,8 @@ def joined(
             record["ran_out"] = True
             waiting.remove(source)
             continue
-        record["documents"] += piece.is_start
+        if piece.is_start:
+            record["documents"] += 1
         ids = piece.ids
         if piece.is_start or last is not record:
             before = start if last is None else [*end, *start]

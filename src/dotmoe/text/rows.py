@@ -288,17 +288,18 @@ class RowReader(NamedTuple):
         content = content_of(row, place, self.field)
         if content is None:
             return ""
-        if isinstance(content, Chat) and isinstance(row, Mapping):
-            _say_unread(self.source, row)
-        if isinstance(content, Chat) and content.asks and self.answered:
-            asking = Asking()
-            asking.messages = content.messages
-            return asking
         if isinstance(content, Chat):
+            if isinstance(row, Mapping):
+                _say_unread(self.source, row)
+            if content.asks and self.answered:
+                asking = Asking()
+                asking.messages = content.messages
+                return asking
             content = rendered(content, self.tokenizer, place, self.source)
-        text = content
-        require_text(text, place)
-        return type(text)(_CARRIAGE_RETURN.sub("\n", text)) if "\r" in text else text
+        require_text(content, place)
+        if "\r" not in content:
+            return content
+        return type(content)(_CARRIAGE_RETURN.sub("\n", content))
 
 
 def _say_unread(source: str, row: Mapping[str, Any]) -> None:

@@ -42,18 +42,14 @@ DOLMINO_PERCENT = {
 """Percentage of the tokens that each configuration of the data set contributes."""
 
 
-def means(source: str, name: str) -> bool:
-    """Whether a source is one of this package's by name; a folder of that name is `./NAME`."""
-    return source == name
+def asks(source: str) -> bool:
+    """Whether a source asks the dense model to write; a folder of that name is `./NAME`."""
+    return source in (SELF, PROMPTS)
 
 
 def text_of(config: DataConfig) -> DataConfig:
     """The config without the sources that only ask, such as `self`."""
-    kept = [
-        number
-        for number, source in enumerate(config.data)
-        if not means(source, SELF) and not means(source, PROMPTS)
-    ]
+    kept = [number for number, source in enumerate(config.data) if not asks(source)]
     weights = config.data_weights
     if weights:
         weights = tuple(weights[number] for number in kept)
@@ -72,7 +68,7 @@ def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
             f"{', '.join(config.data)} is a mix, which is for training. Name files or a data set."
         )
     for source in config.data:
-        if means(source, SELF) or means(source, PROMPTS):
+        if asks(source):
             raise UserError(
                 f"{source} asks the model to write, which is text to fit to. Name files to measure "
                 f"on; a file or folder of this name is ./{source}."
@@ -177,7 +173,7 @@ def fingerprint_of(sources: Iterable[str]) -> str | None:
         name, _, _ = _split_name(source)
         path = Path(os.path.expanduser(name))
         lines.append(source)
-        if source in (SELF, PROMPTS):
+        if asks(source):
             continue
         if name in (STDLIB, STDLIB_HELDOUT):
             lines.append(platform.python_version())

@@ -13,7 +13,7 @@ from dotmoe.text.answers import HELD_OUT, OwnAnswers, num_answer_tokens, num_cha
 from dotmoe.text.blocks import TokenBlocks, overlap, split_off_tail, write_decontaminated
 from dotmoe.text.config import DataConfig
 from dotmoe.text.packing import Record, pack_sources, separator_id
-from dotmoe.text.sources import PROMPTS, SELF, documents, means, sources_of, text_of
+from dotmoe.text.sources import asks, documents, sources_of, text_of
 from dotmoe.text.whole_chats import whole_chats
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
@@ -105,7 +105,7 @@ def tokenise(
     eval_text: tuple[str, ...],
     eval_tokens: int,
     progress: Progress,
-    beside: TokenisedText | None = None,
+    finetuned_run: TokenisedText | None = None,
     own: OwnAnswers = NO_ANSWERS,
 ) -> TokenisedText:
     """Write blocks of training and held-out text, and a record of both, into the stage's folder.
@@ -114,11 +114,12 @@ def tokenise(
     tokens drawn evenly from the whole. The block length is at most the model's context. With `own`
     answers to fit to, the training text is these, and as many tokens of the other sources.
 
-    The held-out text, at most `eval_tokens` tokens, is `eval_text`; else that of `beside`, the text
-    of the run that is finetuned; else the last training blocks. With `beside`, blocks that are part
-    of the held-out text are left out of training. Raises `UserError` if a source cannot be read, or
-    there is too little text or disk space. A share of `eval_text` that is training text, also that
-    of `beside`, is printed, recorded as `overlap`, and part of the name of the held-out text.
+    The held-out text, at most `eval_tokens` tokens, is `eval_text`; else that of `finetuned_run`,
+    the text of the run that is finetuned; else the last training blocks. With `finetuned_run`,
+    blocks that are part of the held-out text are left out of training. A share of `eval_text` that
+    is training text, also that of `finetuned_run`, is printed, recorded as `overlap`, and part of
+    the name of the held-out text. Raises `UserError` if a source cannot be read, or there is too
+    little text or disk space.
     """
     data = _in_context(data, dense, progress)
     tokens = tokens_to_read(blocks * data.seq_len, min_tokens)
@@ -130,24 +131,24 @@ def tokenise(
         name = eval_text
         windows = _windows(eval_text, data, dense)
         record["heldout"] = _packed(windows, dense, heldout, eval_tokens, progress)
-    elif beside is not None:
-        name = beside.heldout_name
+    elif finetuned_run is not None:
+        name = finetuned_run.heldout_name
         record["heldout"] = "that of the run that is finetuned"
-        beside.heldout.save(heldout)
+        finetuned_run.heldout.save(heldout)
     else:
         name = ("blocks of the data kept out of training",)
         record["heldout"] = "the last blocks of the same text"
         record["training"] = _fitted(data, own, dense, training, tokens + eval_tokens, progress)
         split_off_tail(training, heldout, _kept_out(data, own, record["training"], eval_tokens))
-    if beside is not None:
+    if finetuned_run is not None:
         # The source may contain some of the held-out text, which is left out then.
         size = tokens + TokenBlocks.load(heldout).num_tokens
         record["training"] = _fitted(data, own, dense, whole, size, progress)
         record["left_out_blocks"] = _decontaminated(whole, heldout, training, dense, progress)
     elif eval_text:
         record["training"] = _fitted(data, own, dense, training, tokens, progress)
-    if eval_text or not (own.fitted or beside):
-        record["overlap"] = _share_trained_on(training, heldout, dense, beside)
+    if eval_text or not (own.fitted or finetuned_run):
+        record["overlap"] = _share_trained_on(training, heldout, dense, finetuned_run)
         name = _with_overlap(name, record["overlap"], progress)
     for note in notes_on(record):
         progress.log(note)
@@ -180,14 +181,14 @@ def _decontaminated(
 
 
 def _share_trained_on(
-    training: Path, heldout: Path, dense: DenseModel, beside: TokenisedText | None
+    training: Path, heldout: Path, dense: DenseModel, finetuned_run: TokenisedText | None
 ) -> float:
     """Share of held-out text that is training text, also that of the run that is finetuned."""
     separator = separator_id(dense.tokenizer)
     share = overlap(TokenBlocks.load(training), TokenBlocks.load(heldout), separator)
-    if beside is None:
+    if finetuned_run is None:
         return share
-    return max(share, overlap(beside.training, TokenBlocks.load(heldout), separator))
+    return max(share, overlap(finetuned_run.training, TokenBlocks.load(heldout), separator))
 
 
 def _with_overlap(name: tuple[str, ...], share: float, progress: Progress) -> tuple[str, ...]:
@@ -307,7 +308,7 @@ def _text_per_chat(data: DataConfig) -> float:
     if not data.data_weights:
         return 1.0
     pairs = list(zip(data.data, data.data_weights, strict=True))
-    asking = sum(w for name, w in pairs if means(name, SELF) or means(name, PROMPTS))
+    asking = sum(w for name, w in pairs if asks(name))
     of_text = sum(w for _, w in pairs) - asking
     return of_text / asking if asking else 1.0
 

@@ -99,7 +99,7 @@ def train(
             log(step + 1, metrics)
             on_step(step + 1, metrics)
             is_due = (step + 1) % (training.checkpoint_every or schedule.steps) == 0
-            is_due |= time.monotonic() - last_save >= _CHECKPOINT_SECONDS
+            is_due = is_due or time.monotonic() - last_save >= _CHECKPOINT_SECONDS
             # Whether any rank has received a signal, rank 0 wants a checkpoint, or any writes one.
             flags = [checkpoints.writes(), is_due and is_rank_zero(), *map(signals.count, _SIGNALS)]
             writing, save, *stops = sum_over_ranks(torch.tensor(flags)).tolist()

@@ -4,8 +4,8 @@ from dotmoe.common.files import Values
 from dotmoe.common.tables import millions, percent
 
 
-def in_tenths(share: float) -> str:
-    """A share in percent with one decimal, in which what is kept differs: 90.4 %."""
+def to_a_tenth(share: float) -> str:
+    """A share in percent with one decimal: 90.4 %."""
     return f"{100 * share:.1f} %"
 
 
@@ -27,13 +27,14 @@ def speed_in_words(record: Values) -> str:
 def kept_in_short(record: Values) -> str:
     """What was asked, what the export keeps, and at which cost."""
     missed = "".join(
-        f" Exported with {each['active_experts']} experts first, it kept {in_tenths(each['kept'])}."
+        f" Exported with {each['active_experts']} experts first, it kept "
+        f"{to_a_tenth(each['kept'])}."
         for each in record["missed"]
     )
     kept, error = f"{100 * record['kept']:.1f}", record["kept_stderr"]
     if error is not None:
         kept += f" ± {100 * error:.1f}"
     return (
-        f"Asked to keep {in_tenths(record['wanted'])} of the dense model's top tokens on held-out "
-        f"answers, the export keeps {kept} %. {speed_in_words(record)}.{missed}"
+        f"Asked to keep {to_a_tenth(record['wanted'])} of the dense model's top tokens on "
+        f"held-out answers, the export keeps {kept} %. {speed_in_words(record)}.{missed}"
     )

@@ -1,4 +1,4 @@
-"""Options of an evaluation, models as stock Transformers loads them, and scores of tokens."""
+"""Models as stock Transformers loads them, and scores of tokens."""
 
 import os.path
 from collections.abc import Callable, Iterator

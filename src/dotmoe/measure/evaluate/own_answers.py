@@ -183,8 +183,9 @@ def share_that_ends(
     room = int(model.config.max_position_embeddings)
     for made in continuations(model, prompts, how, ends, seed=seed, room=room):
         says_something = _says_something(tokenizer, made.ids, ends)
-        done[made.number] = int(made.finished and says_something)
-        empty += not says_something
+        done[made.number] = 1 if made.finished and says_something else 0
+        if not says_something:
+            empty += 1
         on_progress(len(done), len(prompts))
     number = len(answers)
     by_dense = [

@@ -187,7 +187,7 @@ def _sha256_of(batches: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def in_context(texts: Heldout, context: int) -> dict[tuple[str, ...], TokenBlocks]:
+def cut_to_context(texts: Heldout, context: int) -> dict[tuple[str, ...], TokenBlocks]:
     """The blocks, cut into shorter ones if a block has more tokens than a context."""
     cut = dict[tuple[str, ...], TokenBlocks]()
     for names, blocks in texts.items():

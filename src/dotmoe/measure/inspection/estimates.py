@@ -40,7 +40,7 @@ from dotmoe.models.checkpoint import Tensors, is_gguf, require_checkpoint
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig
-from dotmoe.run.defaults import default_sources, splits_for, with_defaults
+from dotmoe.run.defaults import splits_for, with_defaults, with_sources
 from dotmoe.text.tokenise import require_sources
 
 AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
@@ -54,7 +54,7 @@ def plan_of(config: InspectConfig) -> dict[str, Any]:
     """
     dense, folder = dense_config(config.model)
     stored, is_chat = stored_dtype(dense, folder), states_chats(folder)
-    require_sources(_with_sources(config, is_chat=is_chat).data, config.eval_text)
+    require_sources(with_sources(config, is_chat=is_chat).data, config.eval_text)
     plan = inspect_model(dense, config, stored=stored, is_chat=is_chat)
     return {"model": config.model, **plan}
 
@@ -76,7 +76,7 @@ def inspect_model(
     """
     check(options)
     device = resolved_device(options.load.device)
-    options = _with_sources(options, is_chat=is_chat)
+    options = with_sources(options, is_chat=is_chat)
     options, dense, sizes, form = _sized(config, options, stored)
     is_asked = options.finetune_recipe or options.finetune_steps or options.train
     machines = _quoted_machines(options, stored)
@@ -207,7 +207,7 @@ def chosen_in_time(
     model, folder = dense_config(config.model)
     stored, device = stored_dtype(model, folder), resolved_device(config.load.device)
     is_chat = states_chats(folder)
-    meant, _, sizes, _ = _sized(model, _with_sources(config, is_chat=is_chat), stored)
+    meant, _, sizes, _ = _sized(model, with_sources(config, is_chat=is_chat), stored)
     here = here or replace(_measured(device, config, stored), gpus=num_ranks())
     stages, estimates = Stages(sizes, meant, is_chat=is_chat), list[str]()
     training = stages.trainings().get("align")
@@ -222,13 +222,6 @@ def chosen_in_time(
         f"time is {config.time}, but no repair takes less here: {', '.join(estimates)}. Raise "
         "time, or give --no-repair."
     )
-
-
-def _with_sources(options: AnyConversion, *, is_chat: bool) -> AnyConversion:
-    """The options with the text that the default means for such a model."""
-    if options.data.data:
-        return options
-    return replace(options, data=replace(options.data, data=default_sources(is_chat=is_chat)))
 
 
 def _sized(

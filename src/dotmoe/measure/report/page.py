@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dotmoe.common.files import read_json, write_text
+from dotmoe.common.files import write_text
 from dotmoe.common.tables import (
     ShellCommand,
     Table,
@@ -27,6 +27,7 @@ from dotmoe.measure.report.plots import NO_PLOT, is_installed, quality_svg
 from dotmoe.measure.report.results import RunResults
 from dotmoe.measure.report.sections import Blocks, in_short, notes_for_serving, overview, sections
 from dotmoe.method.granularity import targets_of
+from dotmoe.models.chat import states_chats
 from dotmoe.run.folder import STAGES
 from dotmoe.text.answers import PENALTY
 
@@ -128,13 +129,23 @@ def first_screen(run: Path) -> list[Table | str]:
     return [*tables, said]
 
 
+def _said_at_the_end(results: RunResults, loops: str | None) -> list[str]:
+    """Sentences below a run's tables; `loops` is what is said of answers that do not end."""
+    said = list[str]()
+    if curve := results.own_answers_curve:
+        said.append(curve_in_short(curve))
+    if loops:
+        said.append(loops)
+    said.append("The files hold all experts: what is saved is work, not disk or memory.")
+    if lowered := results.export.context_lowered:
+        said.append(lowered)
+    return said
+
+
 def _what_next(results: RunResults) -> list[RenderableType]:
     """Where the results are, and the commands that come next."""
     run, record, export = results.folder, results.export, results.folder / STAGES["export"]
-    settings = export / "tokenizer_config.json"
-    chats = (export / "chat_template.jinja").is_file()
-    if settings.is_file() and read_json(settings).get("chat_template"):  # it may be null
-        chats = True
+    chats = states_chats(export)
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]
     write += ["--chat-template"] if chats else ["--temperature", "0.8"]
@@ -150,14 +161,8 @@ def _what_next(results: RunResults) -> list[RenderableType]:
         commands["recover"] = ["dotmoe", "finetune", str(run), f"{run}-finetuned"]
     count = len(notes_for_serving(results))
     notes = f" (with {count} notes for serving)" if count else ""
-    lowered = [record.context_lowered] if record.context_lowered else []
-    curve = results.own_answers_curve
-    at_other_k = [curve_in_short(curve)] if curve else []
-    looping = [loops] if loops else []
     return [
-        *(Text(each) for each in (*at_other_k, *looping)),
-        Text("The files hold all experts: what is saved is work, not disk or memory."),
-        *(Text(each) for each in lowered),
+        *(Text(each) for each in _said_at_the_end(results, loops)),
         Text(""),
         whole_line(f"checkpoint  {export}"),
         whole_line(f"report      {run / STAGES['report'] / 'report.html'}{notes}"),

@@ -120,7 +120,7 @@ class _Solutions:
         self.metrics.append(read_json(layer / METRICS))
         changed: dict[str, Tensor] = load_file(layer / CHANGED)
         if kept := self.metrics[-1].get("kept"):
-            return _on_the_way(self.dense, changed, 1 / kept)
+            return _interpolated(self.dense, changed, 1 / kept)
         return changed
 
     def solution(self, problem: LayerProblem) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -131,7 +131,7 @@ class _Solutions:
             weights, error = train(problem, epochs, generator)
             if weights:
                 metrics = {"ridge": None, "kept": _KEPT, "heldout_error": error}
-                return _on_the_way(self.dense, weights, _KEPT), metrics
+                return _interpolated(self.dense, weights, _KEPT), metrics
         near = next((each["ridge"] for each in reversed(self.metrics) if each["ridge"]), None)
         output_DN, ridge, error = refit(problem.output, *equations(problem), near)
         metrics = {"ridge": ridge, "heldout_error": error}
@@ -154,8 +154,8 @@ class _Solutions:
             write_json(partial_folder / METRICS, {"layer": problem.layer, **metrics})
 
 
-def _on_the_way(dense: DenseModel, to: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-    """A share of the way from the model's own weights to others of these names."""
+def _interpolated(dense: DenseModel, to: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+    """A share of the way from the model's own weights to others of these names; above 1, beyond."""
     own = {name: dense.model.get_parameter(name).detach().float() for name in to}
     return {name: own[name].lerp(weight.to(own[name]), share) for name, weight in to.items()}
 

@@ -263,7 +263,10 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _own_rows(rows_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's rows, as many as each rank has, and whether they count: others fill the share."""
+    """This rank's rows, as many as every other rank has, and whether each counts.
+
+    Rows that only fill up its share do not.
+    """
     ranks, num = num_ranks(), len(rows_BT)
     number_B = torch.arange(rank(), math.ceil(num / ranks) * ranks, ranks)
     return rows_BT[number_B % num], number_B < num

@@ -1,4 +1,4 @@
-"""Baselines: published methods that give an `ExpertLayout` without training, at the same budget.
+"""Baselines: published methods that give an `ExpertLayout` and leave the weights as they are.
 
 Each file describes its method and how ours differs; `contract.py` defines the interface, and
 `methods.py` has all by name.

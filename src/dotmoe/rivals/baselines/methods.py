@@ -14,7 +14,7 @@ from torch import Tensor
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import save_tensors
 from dotmoe.common.progress import Update, no_update
-from dotmoe.method.calibrate import RidgeRouter, expert_sums, log_energy, unit_logits
+from dotmoe.method.calibrate import RidgeRouter, log_energy, routed_sums, unit_logits
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ALWAYS_ON, AlignState, ExpertLayout, load_layouts, save_layouts
 from dotmoe.models.family import DenseModel
@@ -130,12 +130,11 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
     """
     split, chosen = inputs.granularity, METHODS[method]
     experts, routers, owns = [], [], []
+    is_fitted = inputs.config.split_router == "ridge" and not chosen.is_static
     for index, (layer, expert_N, router_ED, own) in enumerate(chosen.split(inputs)):
-        if (
-            inputs.config.split_router == "ridge" and not chosen.is_static
-        ):  # fitted to the routed experts, as in DOT-MoE
+        if is_fitted:  # to the routed experts, as in DOT-MoE
             energy_TN = layer.energy()
-            energy_TE = expert_sums(energy_TN, expert_N.to(energy_TN.device), split.num_experts)
+            energy_TE = routed_sums(energy_TN, expert_N.to(energy_TN.device), split.num_experts)
             router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
         experts.append(expert_N.cpu())
         routers.append(unit_logits(router_ED.float(), layer.x_TD).cpu())

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.method.calibrate import expert_sums
+from dotmoe.method.calibrate import routed_sums
 from dotmoe.method.router import top_k_mask
 from dotmoe.rivals.baselines.contract import (
     Layer,
@@ -125,7 +125,7 @@ def _weight_to(count_NN: Tensor, members_NE: Tensor) -> Tensor:
 def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor) -> dict[str, Tensor]:
     """Weights of the trained router: `first` [E, D], `second` [E, E]."""
     with torch.no_grad():
-        target_TE = expert_sums(layer.hidden().abs(), expert_N, len(centre_ED))
+        target_TE = routed_sums(layer.hidden().abs(), expert_N, len(centre_ED))
         target_TE /= target_TE.amax(dim=1, keepdim=True).clamp_min(1e-30)
     is_kept_T = torch.arange(len(target_TE), device=target_TE.device) % 10 == 9
     trained_T = (~is_kept_T).nonzero().squeeze(1)

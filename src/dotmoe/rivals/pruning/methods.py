@@ -59,7 +59,10 @@ PRUNING = {
 
 def require(method: str, dense: DenseModel, device: torch.device) -> None:
     """Raise a `UserError` if a method does not fit a model or the device that will hold it."""
-    refusing(lambda traits: traits.is_own, "a decoder that no pruning method knows")(dense, device)
+    unknown = refusing(
+        lambda traits: traits.has_own_decoder, "a decoder that no pruning method knows"
+    )
+    unknown(dense, device)
     PRUNING[method].require(dense, device)
 
 
