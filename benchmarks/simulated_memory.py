@@ -252,7 +252,9 @@ def without_values() -> Iterator[None]:
         own = patch("dotmoe.method.align.own_rows", lambda x: slice(0, len(local_part(x))))
         stack.enter_context(own)
         stack.enter_context(patch("importlib.util.find_spec", lambda name: None))  # no Triton
-        soft = patch("dotmoe.method.router._saturated", lambda logits_TE, k: logits_TE.sigmoid())
+        soft = patch(
+            "dotmoe.method.router._sigmoids_that_sum_to_k", lambda logits_TE, k: logits_TE.sigmoid()
+        )
         stack.enter_context(soft)
         stack.enter_context(FakeTensorMode())
         yield
