@@ -45,7 +45,10 @@ def assignment_plan(
 def rounded(
     config: AssignmentConfig, plan_LNE: Float[Tensor, "*L N E"], capacity: Capacity
 ) -> Int[Tensor, "*L N"]:
-    """Hard assignment M of a plan, or of other scores; every expert is exactly full."""
+    """Hard assignment M of a plan, or of other scores; every expert is exactly full.
+
+    All solvers round alike: `config` is for one that would not.
+    """
     return greedy_assignment(plan_LNE, capacity=capacity)
 
 

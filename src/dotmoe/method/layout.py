@@ -47,7 +47,7 @@ class ExpertLayout:
     """What is split, a name of `TARGETS`."""
 
     def __post_init__(self) -> None:
-        """Refuse a layout that is unbalanced, out of range or not finite."""
+        """Raise a `ValueError` for a layout that is unbalanced, out of range or not finite."""
         num_layers, num_experts, _ = self.router_LED.shape
         expert_LN = self.expert_of_neuron_LN.cpu().long()
         if len(expert_LN) != num_layers:

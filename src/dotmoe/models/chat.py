@@ -9,7 +9,7 @@ from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import read_json
 
 Message = dict[str, Any]
-"""A message of a chat: `role` and `content`."""
+"""One turn of a chat: `role` and `content` are text; others, such as `tool_calls`, as given."""
 
 _MARK = "\u2042mark\u2042"
 """Content that no template contains."""

@@ -20,12 +20,19 @@ from filelock import FileLock
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import write_text
 from dotmoe.common.progress import Progress, Update, no_update
-from dotmoe.models.chat import asked, end_tokens, has_chats, user_opening, why_not_asked
+from dotmoe.models.chat import (
+    Message,
+    asked,
+    end_tokens,
+    has_chats,
+    user_opening,
+    why_not_asked,
+)
 from dotmoe.models.family import DenseModel
 from dotmoe.models.identity import cache_folder
 from dotmoe.models.sampling import Continuation, Sampling, continuations
 from dotmoe.text.config import DataConfig
-from dotmoe.text.rows import Asking, Message
+from dotmoe.text.rows import Asking
 from dotmoe.text.sources import PROMPTS, SELF, asks, local_files, opened
 
 Kept = TypeVar("Kept")

@@ -10,11 +10,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dotmoe.common.errors import UserError, one_line
+from dotmoe.models.chat import Message, has_chats
 
 logger = logging.getLogger(__name__)
-
-Message = dict[str, Any]
-"""One turn of a chat: `role` and `content` are text; others, such as `tool_calls`, as given."""
 
 TEXT_FIELDS = ("text", "content", "page", "passage", "document")
 """Fields that hold a text, in the order in which they are tried."""
@@ -330,7 +328,7 @@ def rendered(chat: Chat, tokenizer: Any, place: str, source: str) -> Rendered:
 
     Raises `UserError` if there is no chat template, or the chat does not suit it.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_chats(tokenizer):
         why = "the model has no chat template" if tokenizer else "text is needed here"
         raise UserError(
             f"{place} is a chat, but {why}. Write it as text, or name a field: SOURCE#FIELD."

@@ -19,7 +19,7 @@ from dotmoe.common.files import Values, write_json
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import loaded
 from dotmoe.measure.evaluate.programs import CodeEval
-from dotmoe.models.chat import end_tokens
+from dotmoe.models.chat import end_tokens, has_chats
 from dotmoe.models.family import head_dim
 from dotmoe.models.sampling import Sampling, continuations
 
@@ -153,7 +153,7 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     stock = loaded(folder, config.load)
-    if config.chat_template and not stock.tokenizer.chat_template:
+    if config.chat_template and not has_chats(stock.tokenizer):
         raise UserError(f"{folder} has no chat template. Leave out --chat-template.")
     length = in_context("max_length", config.max_length or stock.context, stock.context)
     scored = written = config.corpus.batch_size
