@@ -141,7 +141,8 @@ def tabled(rows: Iterable[Any], columns: Mapping[str, Callable[[Any], Any]], wor
         if {*cells} == {"-"}:
             raise SystemExit(f"No row has a value of {name}.")
     rules = ["---" if index < words else "---:" for index in range(len(columns))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [[*columns], rules, *lines])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in [[*columns], rules, *lines])
+    return table.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")  # a figure is one word
 
 
 def shown_cell(value: Any) -> str:
@@ -985,9 +986,9 @@ def decoding() -> str:
 
     *names, last_name = DECODING.values()
     return (
-        "One sequence in llama.cpp, 8 bits on a CPU, decodes "
-        f"{of_all(50)} times as fast as dense with half of the FFN ({', '.join(names)}, "
-        f"{last_name}), {of_all(75)} times with three quarters, the default: no gain."
+        f"With half of the FFN, one sequence in llama.cpp on a CPU decodes {of_all(50)} times as "
+        f"fast as dense ({', '.join(names)}, {last_name}; 8 bits). With three quarters it gains "
+        f"nothing: {of_all(75)} times."
     )
 
 
