@@ -216,10 +216,9 @@ def test_the_picture_of_what_is_kept_has_the_rows_of_the_campaigns():
 
 
 def test_the_pictures_of_sizes_and_speeds_have_the_numbers_of_the_tables():
+    shown = tables.sizes().replace("\N{NO-BREAK SPACE}", " ")
     for name, millions, times, error in pictures.losses_by_size():
-        assert f"{times:.2f} ± {error:.2f}" in tables.sizes().replace("\N{NO-BREAK SPACE}", " "), (
-            name
-        )
+        assert f"{times:.2f} ± {error:.2f}" in shown, name
         assert 100 < millions < 1_000
     assert len(pictures.size().axes[0].containers) == 2
     for name, line in pictures.speeds().items():
