@@ -96,6 +96,6 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], *, before_answer: boo
     except Exception as error:  # templates raise what they like
         raise UserError(
             f"the messages do not suit the model's chat template ({one_line(error)[:160]}). "
-            "Change or remove them."
+            "Change or remove them, or mend chat_template.jinja."
         ) from error
     return text
