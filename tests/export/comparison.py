@@ -25,7 +25,8 @@ def without_last(layout, number):
 
 def step_by_step(model, tokens_BT, prompt=9):
     """Logits of a model that reads a prompt, then one token at a time with its KV cache."""
-    options, found = cached(DynamicCache(config=model.config)) | {"logits_to_keep": 0}, []
+    options = cached(DynamicCache(config=model.config))
+    found = []
     for start, end in pairwise((0, *range(prompt, tokens_BT.shape[1] + 1))):
         with torch.no_grad():
             found.append(model(input_ids=tokens_BT[:, start:end], **options).logits)

@@ -183,7 +183,7 @@ class _GraniteMoe(TransformersFormat):
         ):
             if neurons.numel():
                 names = (f"{place}.input_linear.weight", f"{place}.output_linear.weight")
-                yield from converted.linears(layer, neurons, names, factor)
+                yield from converted.fused_projections(layer, neurons, names, factor)
 
 
 class _FlexOlmo(TransformersFormat):
@@ -341,7 +341,7 @@ class _DotMoe(TransformersFormat):
         for block, neurons in (("experts", experts), ("shared", shared)):
             names = (f"{place}.{block}.gate_up_proj", f"{place}.{block}.down_proj")
             if neurons.numel():
-                yield from converted.linears(layer, neurons, names)
+                yield from converted.fused_projections(layer, neurons, names)
 
     def write(self, converted: ConvertedModel, folder: Path) -> list[str]:
         shutil.copyfile(CODE, folder / CODE.name)

@@ -17,11 +17,12 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.config import GgufConfig
 from dotmoe.method.granularity import Granularity, Splits, targets_of
 from dotmoe.method.layout import ExpertLayout, Layouts
-from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
+from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors, dtype_name
 from dotmoe.models.family import DenseModel, rope_of
 from dotmoe.models.traits import SILU, Multipliers
 
@@ -180,7 +181,7 @@ class ConvertedModel:
     @property
     def dtype_name(self) -> str:
         """Name of `dtype`, such as bfloat16."""
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     def spec(
         self, source: str, name: str = "", change: Callable[[Tensor], Tensor] = lambda whole: whole
@@ -240,7 +241,7 @@ class ConvertedModel:
             times = down if part == "down" else 1.0
             yield self.neurons(layer, part, neurons, name.format(part), times, size)
 
-    def linears(
+    def fused_projections(
         self, layer: int, neurons: Tensor, names: tuple[str, str], times: float = 1.0
     ) -> Iterator[TensorSpec]:
         """Specs of fused gate and up projections, [2 S, D] or [E, 2 S, D], and of the down ones."""
@@ -256,7 +257,7 @@ class ConvertedModel:
 
 def shared_experts(split: Granularity) -> int:
     """Number of experts of routed size that hold the always-on neurons, at least 1."""
-    return max(1, -(-split.shared_size // split.expert_size))
+    return max(1, ceil_div(split.shared_size, split.expert_size))
 
 
 def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]:

@@ -16,7 +16,7 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.export.format import BIASES, PROJECTIONS, ConvertedModel, Format, TensorSpec
 from dotmoe.export.verify import Reloadable, verify
 from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity, Splits, fitting_sizes
-from dotmoe.models.checkpoint import DTYPES, INDEX
+from dotmoe.models.checkpoint import DTYPES, INDEX, dtype_name
 from dotmoe.models.family import DenseModel
 from dotmoe.models.tokenizer import copy_beside_weights
 
@@ -95,7 +95,7 @@ class TransformersFormat(Reloadable):
         if split.num_experts < 2:
             return f"The layout has one expert a layer, but {self.name} needs at least 2."
         multiple = GROUPED_MATMUL_BYTES // dtype.itemsize
-        kind = str(dtype).removeprefix("torch.")
+        kind = dtype_name(dtype)
         rule = f"but in {kind} the grouped matrix product that runs the experts takes multiples of"
         if (width := dense.widths.model) % multiple:
             return f"The model width is {width}, {rule} {multiple} only. Choose another model."

@@ -333,7 +333,7 @@ class TransformersRunner(Runner):
         self._cache.layers = [copy.copy(layer) for layer in self._filled.layers]
 
     def _call(self, start: int, end: int) -> Callable[[], None]:
-        options = cached(self._cache)
+        options = cached(self._cache) | {"logits_to_keep": 1}
 
         @torch.inference_mode()
         def compute() -> None:

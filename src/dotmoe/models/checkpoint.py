@@ -47,6 +47,11 @@ _DRAFTS = re.compile(r"mtp\.")
 _AROUND_TEXT = re.compile(r"(?!model\.(embed_tokens|layers|norm)\.|lm_head\.)")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a dtype: `bfloat16`, not `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Map tensor names to safetensors files, from their headers; refuses a damaged file."""
     single, index = folder / "model.safetensors", folder / INDEX

@@ -14,7 +14,7 @@ from dotmoe.models.family import DenseModel
 
 def cached(cache: Any) -> dict[str, Any]:
     """Arguments that let a model go on from a cache; Transformers 5.24 renamed the first."""
-    return {ALL_CACHE_NAMES[0]: cache, "use_cache": True, "logits_to_keep": 1}
+    return {ALL_CACHE_NAMES[0]: cache, "use_cache": True}
 
 
 @contextmanager

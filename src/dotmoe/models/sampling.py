@@ -4,7 +4,6 @@
 vocabulary, and on a CPU copies the head for each row of a prompt: `benchmarks/sampling.py`.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dotmoe.models.family import readout_of
+from dotmoe.models.hooks import cached
 
 _LEAVE_AT = 8
 """A batch is cut down when one row in so many has finished: cutting copies its cache."""
@@ -136,9 +136,6 @@ class _Growing:
         self._readout, self._head = readout_of(self._base.config), model.get_output_embeddings()
         self._device = next(model.parameters()).device
         self._cache = DynamicCache(config=model.config)
-        # Renamed in Transformers 5.24.
-        names = inspect.signature(self._base.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
         seeds = {row.number: _seed_of(seed, row.number) for row in rows}
         self._generators = {n: torch.Generator().manual_seed(own) for n, own in seeds.items()}
         longest = max(map(len, prompts))
@@ -166,8 +163,7 @@ class _Growing:
             input_ids=self._tokens_BT,
             attention_mask=self._is_read_BT,
             position_ids=self._position_BT,
-            use_cache=True,
-            **{self._cache_name: self._cache},
+            **cached(self._cache),
         )
         hidden_BD = output.last_hidden_state[:, -1].contiguous()
         logits_BV = self._penalised(self._readout.logits(self._head(hidden_BD)))

@@ -16,6 +16,7 @@ from dotmoe.common.distributed import (
 )
 from dotmoe.common.errors import UserError, require_package
 from dotmoe.common.files import read_json
+from dotmoe.common.numbers import ceil_div
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Progress
 from dotmoe.export.record import require_checksums, require_written_k
@@ -120,7 +121,7 @@ def _for_each_rank(config: FinetuneRunConfig) -> FinetuneRunConfig:
     how, ranks = config.finetune, num_ranks()
     if how.batch_size >= ranks:
         return config
-    steps = -(-how.steps * how.batch_size // ranks)
+    steps = ceil_div(how.steps * how.batch_size, ranks)
     return replace(config, finetune=replace(how, batch_size=ranks, steps=steps))
 
 

@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import write_text
+from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress, Update, no_update
 from dotmoe.models.chat import (
     Message,
@@ -444,7 +445,7 @@ class Answering:
         mixed = random.Random(0).sample(questions, len(questions))
         rounds = 1 if itself else ROUNDS
         for number in range(first_round, first_round + rounds):
-            portions = -(-len(mixed) // AT_ONCE)  # of one size: a few rows are as slow as many
+            portions = ceil_div(len(mixed), AT_ONCE)  # of one size: a few rows are as slow as many
             for portion in range(portions):
                 yield self._seed_of(number), mixed[portion::portions]
         for number in count(first_round + rounds) if itself else ():

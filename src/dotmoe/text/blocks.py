@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import DamagedError, Values, read_json, save_tensors, write_json
+from dotmoe.common.numbers import ceil_div
 
 RUN_TOKENS = 64
 """Length, in tokens, of the runs of held-out text that no training block may contain."""
@@ -79,7 +80,7 @@ class TokenBlocks:
         return self.tokens_BT[self._drawn_rows(num_tokens)].long()
 
     def _drawn_rows(self, num_tokens: int) -> Tensor:
-        rows = min(-(-num_tokens // self.seq_len), self.num_blocks)
+        rows = min(ceil_div(num_tokens, self.seq_len), self.num_blocks)
         return torch.arange(rows) * self.num_blocks // rows
 
     def select(self, rows: Tensor | slice) -> "TokenBlocks":
@@ -202,7 +203,7 @@ def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
             f"the text gives 1 block of {blocks.seq_len} tokens, but at least one more is "
             "needed as held-out text. Give more text, or lower seq_len."
         )
-    head = blocks.num_blocks - min(-(-num_tokens // blocks.seq_len), blocks.num_blocks // 2)
+    head = blocks.num_blocks - min(ceil_div(num_tokens, blocks.seq_len), blocks.num_blocks // 2)
     blocks.select(slice(head, None)).save(tail)
     blocks.select(slice(head)).save(path)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dotmoe.common.numbers import ceil_div
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import answers
 from dotmoe.text.config import AnswersConfig, DataConfig
@@ -37,7 +38,7 @@ class Writing:
     @property
     def batches(self) -> int:
         """Number of batches."""
-        return -(-self.texts // self.rows)
+        return ceil_div(self.texts, self.rows)
 
 
 def expected_writing(
@@ -97,4 +98,4 @@ def _texts(what: str, texts: int, read: int, written: int, how: Sampling) -> Wri
 def _in_portions(amount: int, of_each: int) -> int:
     """Number of texts that hold an amount, if so many are written at a time."""
     of_a_portion = answers.AT_ONCE * of_each
-    return -(-amount // of_a_portion) * answers.AT_ONCE
+    return ceil_div(amount, of_a_portion) * answers.AT_ONCE

@@ -12,7 +12,8 @@ from dotmoe.common.errors import UserError
 from dotmoe.text.files import FORMATS, reader_of, suffix_of
 from dotmoe.text.rows import full_fields, warn_once
 
-_SPLIT = "train"
+TRAIN = "train"
+"""Split that is read of data that names none."""
 _SPLITS = {
     "train": "train|training",
     "validation": "validation|valid|val|dev",
@@ -141,4 +142,4 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
     of_any_split = set(chain.from_iterable(map(named, _SPLITS)))
     if len(of_any_split) < len(files):
         return files
-    return named(_SPLIT) or files
+    return named(TRAIN) or files

@@ -16,14 +16,12 @@ from dotmoe.common.errors import UserError, nearest, one_line
 from dotmoe.common.files import sha256_of
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import COMPRESSIONS, FORMATS, documents_in, reader_of, suffix_of
-from dotmoe.text.folders import FolderData, data_of_folder, files_below, is_saved
+from dotmoe.text.folders import TRAIN, FolderData, data_of_folder, files_below, is_saved
 from dotmoe.text.rows import RowReader
 
 STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
 SELF, PROMPTS = "self", "prompts"
 """Sources that ask: user's turns that the model writes itself, and the prompts of this package."""
-_SPLIT = "train"
-"""Split of a data set that names none."""
 _LARGE_BYTES = 1 << 32
 """Size of a file that takes some seconds to read."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
@@ -134,7 +132,7 @@ def opened(
         size = 10_000 if _has_dolmino(config) else 0
     seed = int.from_bytes(sha256(f"{config.data_seed}/0/{source}".encode()).digest()[:4], "little")
     files = data.files if data else []
-    read = enumerate(_dataset_rows(name, files, split or _SPLIT, size, seed), start=1)
+    read = enumerate(_dataset_rows(name, files, split or TRAIN, size, seed), start=1)
     return (rows.document(row, f"row {number} of {name}") for number, row in read)
 
 

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 
 from dotmoe.common.files import read_json, write_json
+from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.models.family import DenseModel
 from dotmoe.text.answers import HELD_OUT, OwnAnswers, num_answer_tokens, num_chat_tokens
@@ -293,7 +294,7 @@ def own_tokens_for(data: DataConfig, fitted: int, eval_tokens: int, *, has_heldo
     """
     if has_heldout or text_of(data).data:
         return fitted
-    return fitted + min(eval_tokens, -(-fitted // (HELD_OUT - 1)))
+    return fitted + min(eval_tokens, ceil_div(fitted, HELD_OUT - 1))
 
 
 def text_beside(data: DataConfig, chats: int) -> int:

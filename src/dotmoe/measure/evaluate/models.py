@@ -16,7 +16,7 @@ from dotmoe.common.files import Values
 from dotmoe.common.progress import Progress, Update
 from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
 from dotmoe.measure.config import EvaluateConfig
-from dotmoe.models.checkpoint import is_gguf
+from dotmoe.models.checkpoint import dtype_name, is_gguf
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import config_of, load_weights, require_loadable, resolved_dtype
@@ -47,7 +47,7 @@ def loaded(folder: Path, load: LoadConfig) -> StockModel:
     with loading(folder):
         model: Any = load_weights(folder, resolved_dtype(load.dtype, device)).to(device)
         tokenizer = load_tokenizer(folder, model.config.vocab_size)
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = dtype_name(model.dtype)
     return StockModel(model, tokenizer, dtype, int(model.config.max_position_embeddings))
 
 

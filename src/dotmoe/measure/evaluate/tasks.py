@@ -25,6 +25,7 @@ from dotmoe.measure.evaluate.models import (
     model_folder,
     require_unchanged_dense,
 )
+from dotmoe.models.checkpoint import dtype_name
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import resolved_dtype
 from dotmoe.run.folder import STAGES, provenance
@@ -178,7 +179,7 @@ def _settings(config: EvaluateConfig) -> Values:
     penalty = config.repetition_penalty
     return {
         "harness": harness.require_harness(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype if dtype == "auto" else dtype_name(dtype),
         "limit": config.limit,
         "chat_template": config.chat_template or None,  # as in results from before the option
         "chat_answer": harness.CHAT_ANSWER if config.chat_template else None,

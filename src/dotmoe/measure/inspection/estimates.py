@@ -21,7 +21,6 @@ from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection.planner import (
     ACCELERATORS,
     Accelerator,
-    dtype_name,
     measured_here,
     plan_step,
 )
@@ -36,7 +35,7 @@ from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits, to_record
 from dotmoe.models.chat import states_chats
-from dotmoe.models.checkpoint import Tensors, is_gguf, require_checkpoint
+from dotmoe.models.checkpoint import Tensors, dtype_name, is_gguf, require_checkpoint
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig

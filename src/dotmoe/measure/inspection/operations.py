@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dotmoe.common.numbers import ceil_div
 from dotmoe.measure.inspection.planner import ADAM_BYTES, ASSIGNMENT_BYTES, Accelerator
 from dotmoe.measure.inspection.sizes import FLOAT32, Sizes, exported_bytes
 from dotmoe.method.calibrate import OUTLIER_TOKENS, ROUNDS
-from dotmoe.method.repair import BATCH, HELD_OUT, SOLUTIONS
+from dotmoe.method.repair import BATCH, HELD_OUT_ROWS, SOLUTIONS
 from dotmoe.method.sparse import whole_is_faster
 from dotmoe.run.config import RunConfig
 from dotmoe.text.expected import Writing
@@ -175,7 +176,7 @@ class Operations:
 
     def repair(self, tokens: int) -> list[Operation]:
         """Repair on one of the ranks, which divide the tokens."""
-        tokens = -(-tokens // self.machine.gpus)
+        tokens = ceil_div(tokens, self.machine.gpus)
         operations = [
             self._streams(tokens),
             Operation(
@@ -204,7 +205,7 @@ class Operations:
 
     def _trained_tokens(self, tokens: int) -> int:
         """Tokens that the training of FFNs reads in all its epochs; 0: none is trained."""
-        return self.config.repairing.repair_epochs * tokens * (HELD_OUT - 1) // HELD_OUT
+        return self.config.repairing.repair_epochs * tokens * (HELD_OUT_ROWS - 1) // HELD_OUT_ROWS
 
     def _hidden_bytes(self) -> int:
         """Bytes of all passes over the hidden neurons of a token, in float32."""
@@ -274,7 +275,7 @@ class Operations:
         if whole_is_faster(device, torch.float32, active, split.expert_size):
             share = 1.0
         run = int(sizes.counts.ffn_total * share)
-        heldout = 2 * 2 * run * tokens // HELD_OUT
+        heldout = 2 * 2 * run * tokens // HELD_OUT_ROWS
         products = 14 * run // 3 * trained + heldout
         updated = trained * sizes.counts.ffn_total // BATCH  # by all steps, on one rank
         moved = trained * 3 * self._hidden_bytes() + ADAM_BYTES * updated

@@ -15,7 +15,9 @@ import torch
 from torch.utils.benchmark import Timer
 
 from dotmoe.common.distributed import memory_of
+from dotmoe.common.numbers import ceil_div
 from dotmoe.measure.inspection.sizes import FLOAT32, Step, step_memory
+from dotmoe.models.checkpoint import dtype_name
 
 ROUTED_PASSES = 3
 """Memory passes over an expert's input, for each of k: inputs are gathered, outputs summed."""
@@ -175,11 +177,6 @@ def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 
     )
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of a dtype: `bfloat16`, not `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def products(step: Step) -> dict[str, int]:
     """FLOP of the matrix products of one step on one GPU, by part.
 
@@ -251,7 +248,7 @@ def seconds(step: Step, machine: Accelerator) -> dict[str, float]:
     }
     if step.offload:
         # A micro-batch reads weights for forward and backward, and gives gradients.
-        copies = 3 * -(-step.part(step.batch_size) // step.micro_batch_size)
+        copies = 3 * ceil_div(step.part(step.batch_size), step.micro_batch_size)
         own = step.part(step.trained)
         parts["optimizer"] = ADAM_BYTES * own / HOST_BYTES_PER_S
         parts["copies from and to the host"] = copies * FLOAT32 * own / HOST_LINK_BYTES_PER_S
@@ -266,7 +263,7 @@ def traffic(step: Step) -> int:
     each layer. Finetuning sums gradients on every GPU; those of sharded weights only on their
     owner, but for every micro-batch.
     """
-    sizes, times = step.sizes, -(-step.part(step.batch_size) // step.micro_batch_size)
+    sizes, times = step.sizes, ceil_div(step.part(step.batch_size), step.micro_batch_size)
     layers = step.held * sizes.widths.layers * sizes.layer_parameters
     gathered = 0
     if step.sharded:

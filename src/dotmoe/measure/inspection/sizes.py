@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from dotmoe.common.numbers import ceil_div
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import FinetuneConfig, Train
 from dotmoe.method.granularity import Splits, targets_of
@@ -173,7 +174,7 @@ class Step:
 
     def part(self, number: int) -> int:
         """The part of `number` items on one GPU, rounded up."""
-        return -(-number // self.ranks)
+        return ceil_div(number, self.ranks)
 
 
 def step_memory(step: Step) -> Items:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from dotmoe.common.numbers import ceil_div
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection.operations import Operation, Operations, total
 from dotmoe.measure.inspection.planner import USABLE_SHARE, Accelerator
@@ -192,7 +193,7 @@ class Stages:
             return items
         held = machine.held * gathered(self.sizes)
         if stage == "start from data":
-            held += -(-weights // ranks)
+            held += ceil_div(weights, ranks)
         return {**items, "dense weights": held}
 
     def _states(self) -> int:
@@ -228,7 +229,7 @@ class Stages:
         units = sizes.widths.layers * sum(split.units for split in sizes.splits)
         yield Stage("extraction", [], {}, FLOAT32 * (units + sizes.counts.routers))
         if self.repair_tokens:
-            memory = repair_memory(sizes, -(-self.repair_tokens // machine.gpus), held)
+            memory = repair_memory(sizes, ceil_div(self.repair_tokens, machine.gpus), held)
             copies = 3 if config.repairing.repair_epochs else 1
             written = sizes.stored.itemsize * sizes.repaired * copies
             yield Stage("repair", work.repair(self.repair_tokens), memory, written)

@@ -6,7 +6,7 @@ turn and writes what they find.
 
 from dotmoe.method.repair.by_layer import METRICS, repair
 from dotmoe.method.repair.refit import SOLUTIONS
-from dotmoe.method.repair.streams import HELD_OUT, repair_tokens
+from dotmoe.method.repair.streams import HELD_OUT_ROWS, repair_tokens
 from dotmoe.method.repair.training import BATCH
 
-__all__ = ["BATCH", "HELD_OUT", "METRICS", "SOLUTIONS", "repair", "repair_tokens"]
+__all__ = ["BATCH", "HELD_OUT_ROWS", "METRICS", "SOLUTIONS", "repair", "repair_tokens"]

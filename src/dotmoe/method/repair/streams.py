@@ -1,6 +1,5 @@
 """The residual streams of a dense and of its masked model, which pose the problem of each layer."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from dotmoe.common.distributed import (
     rank,
 )
 from dotmoe.common.errors import UserError
+from dotmoe.common.numbers import ceil_div
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits
 from dotmoe.method.layout import Layouts, splits_in
@@ -31,7 +31,7 @@ from dotmoe.models.load import whole_weights
 from dotmoe.models.stream import TOKENS_AT_ONCE, Stream
 from dotmoe.text.blocks import TokenBlocks
 
-HELD_OUT = 8
+HELD_OUT_ROWS = 8
 """One row of text of so many is held out."""
 _TOKENS_AN_INPUT = 40
 """Default tokens for each input of the output projection."""
@@ -258,7 +258,7 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, Tensor]:
         )
     tokens_BT = blocks.drawn(max(num_tokens, 2 * blocks.seq_len))
     rows = len(tokens_BT)
-    is_heldout = torch.arange(rows) % HELD_OUT == min(rows, HELD_OUT) - 1
+    is_heldout = torch.arange(rows) % HELD_OUT_ROWS == min(rows, HELD_OUT_ROWS) - 1
     return tokens_BT[~is_heldout], tokens_BT[is_heldout]
 
 
@@ -268,5 +268,5 @@ def _own_rows(rows_BT: Tensor) -> tuple[Tensor, Tensor]:
     Rows that only fill up its share do not.
     """
     ranks, num = num_ranks(), len(rows_BT)
-    number_B = torch.arange(rank(), math.ceil(num / ranks) * ranks, ranks)
+    number_B = torch.arange(rank(), ceil_div(num, ranks) * ranks, ranks)
     return rows_BT[number_B % num], number_B < num

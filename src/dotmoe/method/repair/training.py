@@ -1,6 +1,5 @@
 """The training of one FFN: Adam on all projections, so that the masked output follows the dense."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from dotmoe.common.distributed import (
     sum_over_ranks,
     summed_parts,
 )
+from dotmoe.common.numbers import ceil_div
 from dotmoe.method.layout import DROPPED, ExpertLayout
 from dotmoe.method.repair.problem import LayerProblem, tokens_at_once
 from dotmoe.method.router import Routing
@@ -79,7 +79,7 @@ class FFNTraining:
         """
         optimizer = torch.optim.Adam(list(self._groups()), betas=_BETAS, fused=True)
         size = self._batch_size()
-        steps = epochs * math.ceil(self.num_fitted / size)
+        steps = epochs * ceil_div(self.num_fitted, size)
         warmup = round(_WARMUP * steps)
         rate = partial(cosine_with_warmup, total_steps=steps, warmup_steps=warmup)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
