@@ -130,7 +130,7 @@ def alignment(subject: Subject, machine: Accelerator) -> dict[str, Any]:
 
 def held_as(step: Any, machine: Accelerator) -> Any:
     """A step of the planner as a machine holds weights."""
-    return replace(step, held=machine.held, on_cpu=machine.on_cpu)
+    return replace(step, weight_bytes=machine.weight_bytes, on_cpu=machine.on_cpu)
 
 
 def one_layer(subject: Subject, machine: Accelerator) -> dict[str, Any]:

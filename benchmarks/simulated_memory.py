@@ -79,9 +79,9 @@ def planned(step: Step) -> int:
     """The planner's peak, in bytes; of a repair without what is on the host."""
     kind: str = step.train
     if kind == "repair":
-        items = dict(repair_memory(step.sizes, 0, step.held))
+        items = dict(repair_memory(step.sizes, 0, step.weight_bytes))
         if step.sharded:  # rank 0 reads from disk what ranks had divided
-            items["dense weights"] = step.held * gathered(step.sizes)
+            items["dense weights"] = step.weight_bytes * gathered(step.sizes)
         return sum(items.values())
     return sum(step_memory(step).values())
 

@@ -22,7 +22,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.options import values_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import formats_like
-from dotmoe.export.llama_cpp import Runtime
+from dotmoe.export.llama_cpp import LlamaCppRuntime
 from dotmoe.measure.evaluate.harness import require_harness
 from dotmoe.measure.inspection.planner import ACCELERATORS
 from dotmoe.method.config import AlignConfig, RepairConfig
@@ -154,7 +154,7 @@ def test_a_reader_that_has_read_enough_is_no_failure_and_no_extra_is_needed():
     ("package", "extra", "needs"),
     [
         ("gguf", "gguf", lambda: formats_like("gguf_llama")),
-        ("llama_cpp", "llama-cpp", lambda: Runtime("model.gguf", 1)),
+        ("llama_cpp", "llama-cpp", lambda: LlamaCppRuntime("model.gguf", 1)),
         ("lm_eval", "eval", require_harness),
         ("ot", "baselines", lambda: optimal_assignment(torch.ones(4, 2))),
         ("peft", "lora", lambda: finetune(config_of("finetune", WITH_LORA))),

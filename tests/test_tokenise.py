@@ -30,7 +30,7 @@ def tokenised(dense, tmp_path, monkeypatch):
     def make(
         *data,
         eval_text=(),
-        finetuned_run=None,
+        text_of_run=None,
         seq_len=32,
         blocks=30_000,
         eval_tokens=300,
@@ -50,7 +50,7 @@ def tokenised(dense, tmp_path, monkeypatch):
             eval_text=eval_text,
             eval_tokens=eval_tokens,
             progress=progress,
-            finetuned_run=finetuned_run,
+            text_of_run=text_of_run,
         )
         record = json.loads((folder / "data.json").read_text())
         files = {"training.safetensors", "heldout.safetensors", "data.json"}
@@ -135,9 +135,9 @@ def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, heldout_file
     """Also where the training text is another."""
     source = tokenised(text).text
     heldout = source.heldout.tokens_BT.clone()
-    made = tokenised(str(heldout_file), finetuned_run=source)
+    made = tokenised(str(heldout_file), text_of_run=source)
     assert made.text.heldout_name == source.heldout_name
     assert torch.equal(made.text.heldout.tokens_BT, heldout)
-    made = tokenised(text, finetuned_run=source)
+    made = tokenised(text, text_of_run=source)
     assert made.record["left_out_blocks"] >= 9
     assert any("left out" in line for line in made.lines)

@@ -59,8 +59,14 @@ __all__ = [
 ]
 
 _FUNCTIONS = (
-    *("bench", "compare", "convert", "evaluate"),
-    *("export", "finetune", "inspect", "prune"),
+    "bench",
+    "compare",
+    "convert",
+    "evaluate",
+    "export",
+    "finetune",
+    "inspect",
+    "prune",
 )
 _HOMES = {
     "api.functions": _FUNCTIONS,

@@ -221,7 +221,7 @@ def test_what_is_in_memory_gives_the_run_of_its_files(loaded_model, converted, t
     ],
 )
 def test_texts_chats_and_data_sets_become_rows(given, rows, tmp_path):
-    (file,) = Inputs(tmp_path / "inputs").text(given, "data")
+    (file,) = Inputs(tmp_path / "inputs").text_sources(given, "data")
     lines = Path(file).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == rows
 
@@ -229,12 +229,14 @@ def test_texts_chats_and_data_sets_become_rows(given, rows, tmp_path):
 def test_a_table_is_its_rows_and_what_has_no_order_is_refused(tmp_path):
     """Oracle: the same rows as a list."""
     table = pandas.DataFrame({"text": ["One.", None], "label": [1, 2]})
-    (file,) = Inputs(tmp_path / "inputs").text(table, "data")
+    (file,) = Inputs(tmp_path / "inputs").text_sources(table, "data")
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     assert rows == [{"text": "One.", "label": 1}, {"text": None, "label": 2}]
     for given in ({"One.", "Two."}, {"text": ["One."]}):
-        assert "to iterate over in their order" in refusal(Inputs(tmp_path / "in").text, given, "x")
-    half = refusal(Inputs(tmp_path / "in").text, ["abc \ud800 def", "x y"], "data")
+        assert "to iterate over in their order" in refusal(
+            Inputs(tmp_path / "in").text_sources, given, "x"
+        )
+    half = refusal(Inputs(tmp_path / "in").text_sources, ["abc \ud800 def", "x y"], "data")
     assert "row 1 of data cannot be written as JSON in UTF-8" in half
 
 
@@ -244,11 +246,11 @@ def test_two_calls_write_their_inputs_side_by_side(tmp_path):
 
     def rows():
         yield "Alice wrote this."
-        (other,) = second.text(["Bob wrote this."], "data")
+        (other,) = second.text_sources(["Bob wrote this."], "data")
         assert "Bob" in Path(other).read_text()
         yield "And this."
 
-    (file,) = first.text(rows(), "data")
+    (file,) = first.text_sources(rows(), "data")
     assert Path(file).read_text().count("\n") == 2
     assert "Bob" not in Path(file).read_text()
     assert len(list((tmp_path / "inputs").iterdir())) == 2
@@ -256,9 +258,9 @@ def test_two_calls_write_their_inputs_side_by_side(tmp_path):
 
 def test_a_call_of_a_tokenizer_changes_no_run(loaded_model, tmp_path):
     inputs = Inputs(tmp_path / "inputs")
-    before = inputs.model(**loaded_model)
+    before = inputs.model_folder(**loaded_model)
     loaded_model["tokenizer"](["a b", "c"], truncation=True, max_length=4)
-    assert inputs.model(**loaded_model) == before
+    assert inputs.model_folder(**loaded_model) == before
     assert "transformers_version" not in read_json(Path(before) / "config.json")
     plain = tokenizers.Tokenizer.from_file(f"{before}/tokenizer.json")
     assert len(plain.encode(TEXT[:200]).ids) > 4
@@ -281,7 +283,7 @@ def test_a_run_of_what_is_in_memory_may_be_moved(loaded_model, tmp_path, monkeyp
     ["python-stdlib", "allenai/c4:en", "a file.txt", ["x.jsonl@test#body", "b.parquet"], "~/x"],
 )
 def test_names_stay_names(given, tmp_path):
-    found = Inputs(tmp_path / "inputs").text(given, "data")
+    found = Inputs(tmp_path / "inputs").text_sources(given, "data")
     assert list(found) == ([given] if isinstance(given, str) else given)
     assert not list(tmp_path.iterdir())
 

@@ -252,17 +252,17 @@ def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
     )
     assert len({point.name for point in points}) == len(points)
     names = {"dotmoe", "DOT-MoE (paper)", *METHODS, *PRUNING}
-    assert {point.value for point in points} == names
+    assert {point.method for point in points} == names
     converted = [point for point in points if not isinstance(point.config, PruneRunConfig)]
-    trained = {point.value for point in converted if point.config.baseline.router_steps}
+    trained = {point.method for point in converted if point.config.baseline.router_steps}
     assert trained == set(METHODS) - {"lte", "static_pruning"}
     for method in ("lte", "static_pruning"):
-        assert [p.name for p in points if p.value == method] == [f"{method}-own"]
-    steps = [(point.value, point.config.align.steps) for point in points[:4]]
+        assert [p.name for p in points if p.method == method] == [f"{method}-own"]
+    steps = [(point.method, point.config.align.steps) for point in points[:4]]
     assert steps == [("dotmoe", 0), ("dotmoe", 7), ("dotmoe", 7), ("DOT-MoE (paper)", 7)]
     paper = points[3].config
     assert (paper.calibrate.start, paper.assignment.solver) == ("random", "sinkhorn")
-    having = {point.value for point in converted if point.config.experts.shared}
+    having = {point.method for point in converted if point.config.experts.shared}
     rivals = {"static_pruning", "cmoe", "llama_moe_v2_residual"}
     assert having == {"dotmoe"} | rivals
 

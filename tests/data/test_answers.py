@@ -143,7 +143,7 @@ def test_bookkeeping_of_a_message_does_not_decide_what_is_held_out():
         Question(messages=({**each.messages[0], "id": number},))
         for number, each in enumerate(plain)
     ]
-    assert [each.is_held_out for each in marked] == [each.is_held_out for each in plain]
+    assert [each.is_heldout for each in marked] == [each.is_heldout for each in plain]
 
 
 def test_a_model_writes_turns_of_its_own_without_repeats(speaker):
@@ -173,4 +173,4 @@ def test_prompts_of_the_package_are_distinct_and_none_is_measured_and_fitted():
     words = [each.messages[0]["content"] for each in (*fitted, *measured)]
     assert len(set(words)) == len(words)
     assert not {each.kind for each in fitted} & {each.kind for each in measured}
-    assert 0.05 < sum(each.is_held_out for each in fitted) / len(fitted) < 0.25
+    assert 0.05 < sum(each.is_heldout for each in fitted) / len(fitted) < 0.25

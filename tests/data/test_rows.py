@@ -20,7 +20,7 @@ class Printing:
     chat_template, bos_token = "{{ messages }}", None
 
     @staticmethod
-    def apply_chat_template(messages, tokenize):
+    def apply_chat_template(messages, tokenize, add_generation_prompt):
         assert not tokenize
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
 
@@ -171,7 +171,7 @@ def test_what_a_template_would_print_wrongly_is_refused_with_its_row(tmp_path, r
 def test_tool_calls_that_a_template_writes_need_no_content(tmp_path):
     class Calling(Printing):
         @staticmethod
-        def apply_chat_template(messages, tokenize):
+        def apply_chat_template(messages, tokenize, add_generation_prompt):
             return str([(m["role"], m["content"], m.get("tool_calls")) for m in messages])
 
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
@@ -197,7 +197,7 @@ def test_what_stands_beside_messages_and_is_not_read_is_said(name, kind, tmp_pat
 def test_what_a_template_leaves_out_is_said(tmp_path, caplog):
     class UserOnly(Printing):
         @staticmethod
-        def apply_chat_template(messages, tokenize):
+        def apply_chat_template(messages, tokenize, add_generation_prompt):
             return "".join(m["content"] for m in messages if m["role"] == "user")
 
     path = write(tmp_path / "a.jsonl", jsonl([{"messages": TURNS}] * 2))

@@ -25,7 +25,7 @@ def test_a_chat_model_is_converted_without_text_and_measured_on_held_out_answers
     assert done.status == 0, done.err
     fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
     assert num_chat_tokens(fitted) >= 800
-    prompts = [each for each in own_prompts("asked") if not each.is_held_out]
+    prompts = [each for each in own_prompts("asked") if not each.is_heldout]
     asked = {each.messages[0]["content"] for each in prompts}
     assert {each.messages[0]["content"] for each in fitted if each.kind != "self"} <= asked
     measured = run.results()["own_answers"]["moe"]

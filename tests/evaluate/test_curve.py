@@ -10,7 +10,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.export.record import ExportRecord
 from dotmoe.measure.evaluate import EvaluateConfig, evaluate
 from dotmoe.measure.evaluate.models import stock_nats
-from dotmoe.measure.evaluate.perplexity import curve_table, ladder
+from dotmoe.measure.evaluate.perplexity import curve_table, ks_of_text_curve
 from dotmoe.method.masked import masked_by
 from runs import put_into
 
@@ -46,13 +46,14 @@ def test_every_point_is_the_masked_model_with_that_k(exported):
     assert [row[0] for row in curve_table(curve).rows] == ["1", "3 (now)", "12 (dense)"]
 
 
-def test_the_ladder_is_taken_where_no_k_is_named_and_the_export_stays_as_it_is(exported):
+def test_default_ks_are_taken_where_no_k_is_named_and_the_export_stays_as_it_is(exported):
     case = exported()
     before = (case.folder / "config.json").read_text()
     curve = curve_of(case)
     assert [point["active_experts"] for point in curve["points"]] == [2, 3, 4, 6, 9, 12]
     assert (case.folder / "config.json").read_text() == before
-    assert [ladder(*each) for each in ((2, 1), (16, 5))] == [(1, 2), (2, 4, 5, 6, 8, 12, 16)]
+    assert ks_of_text_curve(2, 1) == (1, 2)
+    assert ks_of_text_curve(16, 5) == (2, 4, 5, 6, 8, 12, 16)
 
 
 def test_an_edited_k_is_the_one_now_and_counts_are_those_of_each_k(exported):

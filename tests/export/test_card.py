@@ -80,7 +80,7 @@ def test_a_record_says_what_another_k_would_make_of_it(exported, dense_of):
     made = exported(dense, {"shared_size": 24, "dense_layers": 1})
     split = replace(made.layout, active_experts=8).granularity
     active = count_parameters(dense.model, dense.family, (split,)).active
-    assert made.record.at(8) == (pytest.approx(88 / 120), active)
+    assert made.record.active_at(8) == (pytest.approx(88 / 120), active)
     assert ExportRecord.load(made.folder) == made.record
 
 

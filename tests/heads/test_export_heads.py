@@ -158,8 +158,8 @@ def test_the_record_counts_the_heads_that_run_and_names_servers_that_cannot(expo
     assert config["auto_map"]["AutoConfig"] == "modeling_dotmoe.DotMoeConfig"
     idle = 2 * 2 * 64 * 16 * 2  # layers, idle heads, W_Q and W_O
     assert record.parameters["dense"] - record.parameters["active"] == idle
-    assert record.parameters["active"] - record.at(1)[1] == idle // 2
-    assert record.at(4)[1] == record.parameters["dense"]
+    assert record.parameters["active"] - record.active_at(1)[1] == idle // 2
+    assert record.active_at(4)[1] == record.parameters["dense"]
     assert "a learned router runs 2 per token" in (made.folder / "README.md").read_text()
     all_on = {record.active_experts_key: 4}
     whole, expected = (

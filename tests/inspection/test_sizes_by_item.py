@@ -39,7 +39,7 @@ def test_the_activation_estimate_is_what_autograd_really_keeps(kind, dtype):
         for n in (2, 4)
     )
     real = (deep - shallow) / 2 / tokens.numel()
-    estimate = kept_per_token(step(sizes(tiny(kind), experts=E), held=dtype.itemsize))
+    estimate = kept_per_token(step(sizes(tiny(kind), experts=E), weight_bytes=dtype.itemsize))
     assert estimate == pytest.approx(real, rel=0.02)
 
 

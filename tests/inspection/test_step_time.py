@@ -34,7 +34,7 @@ EXPERTS = 16
 
 def one_sequence(config, **changes):
     found, one = sizes(config, experts=EXPERTS), {"batch_size": 1, "micro_batch_size": 1}
-    return step(found, **one, seq_len=64, held=4, on_cpu=True, **changes)
+    return step(found, **one, seq_len=64, weight_bytes=4, on_cpu=True, **changes)
 
 
 def test_the_products_of_a_step_are_those_that_pytorch_counts():
@@ -120,7 +120,7 @@ def test_measured_steps_are_predicted_within_15_percent(row):
         batch_size=subject["micro_batch"] * subject["micro_batches"],
         seq_len=subject["seq_len"],
         micro_batch_size=subject["micro_batch"],
-        held=4,
+        weight_bytes=4,
         on_cpu=True,
         checkpointing=row["checkpointing"],
     )

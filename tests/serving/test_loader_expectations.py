@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.transformers_format import limits_met
+from dotmoe.export.transformers_format import server_faults
 from dotmoe.method.granularity import Granularity
 from runs import LLAMA3_ROPE, rope, weights_of
 
@@ -121,7 +121,7 @@ def test_a_server_finds_exactly_what_its_loader_wants_but_for_limits_that_the_ex
             if not loads:
                 assert problems(entry, written, shapes) == [], entry["server"]
     assert met == limits
-    assert {each for each in limits_met(written) if not each.startswith("llama.cpp")} == told
+    assert {each for each in server_faults(written) if not each.startswith("llama.cpp")} == told
 
 
 LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -156,7 +156,7 @@ def test_what_kernels_need_is_told_of_the_split_at_hand(
         f"{entry['server']} {limit['id']}"
         for entry, limit in all_limits()
         if [entry["architecture"]] == written["architectures"]
-        and f"{NAMES.get(entry['server'])}: {limit['says']}" in limits_met(written)
+        and f"{NAMES.get(entry['server'])}: {limit['says']}" in server_faults(written)
     }
     assert told == expected
 

@@ -33,17 +33,18 @@ from dotmoe.common.options import (
     require_effect,
 )
 from dotmoe.common.progress import Progress, warnings_once
-from dotmoe.measure import bench as benchmarks
+from dotmoe.measure.bench import bench as bench_by
+from dotmoe.measure.bench import table as bench_table
 from dotmoe.measure.evaluate import MEASUREMENTS
-from dotmoe.measure.evaluate import evaluate as measured
+from dotmoe.measure.evaluate import evaluate as evaluate_by
 from dotmoe.measure.evaluate.perplexity import perplexity_table
 from dotmoe.measure.inspection import plan_of
 from dotmoe.measure.inspection.tables import tables_of
 from dotmoe.models.stock import quiet_transformers
-from dotmoe.pipeline import compare as comparison
-from dotmoe.pipeline import convert as conversion
-from dotmoe.pipeline import finetune as finetuning
-from dotmoe.pipeline import prune as pruning
+from dotmoe.pipeline.compare import compare as compare_by
+from dotmoe.pipeline.convert import convert as convert_by
+from dotmoe.pipeline.finetune import finetune as finetune_by
+from dotmoe.pipeline.prune import prune as prune_by
 from dotmoe.pipeline.reexport import reexport, said_of_export
 from dotmoe.pipeline.rows import said_of_comparison
 from dotmoe.pipeline.stages import Conversion
@@ -126,8 +127,8 @@ def convert(
     Raises:
         UserError: The input is bad, an option has no effect, or another process uses `out`.
     """
-    with _called("convert", model, out, tokenizer, options, progress) as (config, shown):
-        return conversion.convert(config, shown)
+    with _called("convert", model, out, tokenizer, options, progress) as (config, bars):
+        return convert_by(config, bars)
 
 
 @_with_options_of("inspect")
@@ -182,8 +183,8 @@ def compare(
     Raises:
         UserError: As for `convert`, or all runs failed.
     """
-    with _called("compare", model, out, tokenizer, options, progress) as (config, shown):
-        summary = comparison.compare(config, shown)
+    with _called("compare", model, out, tokenizer, options, progress) as (config, bars):
+        summary = compare_by(config, bars)
         return Result(summary, said_of_comparison(summary, config.out))
 
 
@@ -210,8 +211,8 @@ def finetune(
     Raises:
         UserError: As for `convert`; or `run` is not finished, or is finetuned already.
     """
-    with _called("finetune", run, out, None, options, progress) as (config, shown):
-        return finetuning.finetune(config, shown)
+    with _called("finetune", run, out, None, options, progress) as (config, bars):
+        return finetune_by(config, bars)
 
 
 @_with_options_of("prune")
@@ -238,8 +239,8 @@ def prune(
     Raises:
         UserError: As for `convert`; or the method does not fit the model.
     """
-    with _called("prune", model, out, tokenizer, options, progress) as (config, shown):
-        results = pruning.prune(config, shown)
+    with _called("prune", model, out, tokenizer, options, progress) as (config, bars):
+        results = prune_by(config, bars)
         sides = {name: results[name] for name in ("dense", "pruned")}
         return Result(results, [perplexity_table(sides)])
 
@@ -262,8 +263,8 @@ def export(
     Raises:
         UserError: The run is not finished, the format cannot hold it, or an option has no effect.
     """
-    with _called("export", run, out, None, options, progress) as (config, shown):
-        with shown.bar("export") as update:
+    with _called("export", run, out, None, options, progress) as (config, bars):
+        with bars.bar("export") as update:
             record = reexport(config, update)
         return Result(asdict(record), ["\n".join(said_of_export(record, config.out))])
 
@@ -293,8 +294,8 @@ def evaluate(
     Raises:
         UserError: Nothing is to be measured, or model and text do not fit the options.
     """
-    with _called("evaluate", model, None, tokenizer, options, progress) as (config, shown):
-        results = measured(config, shown)
+    with _called("evaluate", model, None, tokenizer, options, progress) as (config, bars):
+        results = evaluate_by(config, bars)
         parts = [part for name, result in results.items() for part in MEASUREMENTS[name][1](result)]
         return Result(results, parts)
 
@@ -317,10 +318,10 @@ def bench(
     Raises:
         UserError: The two are not a dense model and its MoE, or do not fit into memory.
     """
-    with _called("bench", dense, moe, None, options, progress) as (config, shown):
-        with shown.bar("bench") as update:
-            result = benchmarks.bench(config, update)
-        return Result(result, [benchmarks.table(result)])
+    with _called("bench", dense, moe, None, options, progress) as (config, bars):
+        with bars.bar("bench") as update:
+            result = bench_by(config, update)
+        return Result(result, [bench_table(result)])
 
 
 @contextmanager
@@ -339,7 +340,7 @@ def _called(
     """
     if not isinstance(progress, bool):
         raise UserError(f"progress is {progress!r}, but it must be True or False.")
-    shown = Progress(quiet=not progress)
+    bars = Progress(quiet=not progress)
     with quiet_transformers(), warnings_once(), TemporaryDirectory(prefix="dotmoe-") as temporary:
         inputs = Inputs(Path(temporary) / INPUTS)
         try:
@@ -353,7 +354,7 @@ def _called(
                 if command in _KEEPS_INPUTS:
                     inputs = _inputs_in(command, call.out)
                 config = call.config(inputs)
-            yield config, shown
+            yield config, bars
         except BaseException as error:
             inputs.forget()
             if isinstance(error, UserError):
@@ -435,7 +436,7 @@ class Call:
         for name in _TEXTS:
             if name in values:
                 names = source_names(values[name]) or ("in-memory",)
-                values[name] = inputs.text(values[name], name) if inputs else names
+                values[name] = inputs.text_sources(values[name], name) if inputs else names
         values = in_python(self.cls, values, f"dotmoe.{self.command}")
         config = built(self.cls, self.start.config, values)
         config = with_open_defaults(overridden(config, self.given), self.start, self.given)
@@ -447,9 +448,10 @@ class Call:
         if inputs is None:
             return "in-memory"
         if self.command == "inspect":
-            return inputs.config(model)
+            return inputs.config_folder(model)
         is_named = isinstance(model, str | os.PathLike)
-        return inputs.model(model, None if is_named and self._has_loaded_model else self.tokenizer)
+        tokenizer = None if is_named and self._has_loaded_model else self.tokenizer
+        return inputs.model_folder(model, tokenizer)
 
     @property
     def _has_loaded_model(self) -> bool:

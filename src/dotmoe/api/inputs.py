@@ -26,8 +26,10 @@ from dotmoe.models.stock import forget_versions, quiet_transformers
 from dotmoe.text.files import reader_of
 
 _DIGITS = 12
-_PARTIAL, _STALE_S = ".partial-", 86_400
-"""Prefix of what is being written, by a call of its own; a day later its call was stopped."""
+_PARTIAL = ".partial-"
+"""Prefix of what is being written, by a call of its own."""
+_STALE_S = 86_400
+"""Seconds after which the call that was writing is taken to be stopped."""
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 """Values of rows that JSON has not, and that say the same as text."""
 _TOKENIZER = "Give its tokenizer as well, as AutoTokenizer loads it: tokenizer=..."
@@ -49,7 +51,7 @@ class Inputs:
         self.written: list[Path] = []
         """What was not there before."""
 
-    def model(self, model: Any, tokenizer: Any) -> str:
+    def model_folder(self, model: Any, tokenizer: Any) -> str:
         """Folder of a checkpoint: a path or hub name as it is, a loaded model as it was written.
 
         Raises a `UserError` for anything else, and for a loaded model whose weights are not all
@@ -82,8 +84,8 @@ class Inputs:
         name = re.sub(r"[^\w.-]+", "-", given, flags=re.ASCII)
         return str(self._named(partial, name, fingerprint(partial), ""))
 
-    def config(self, model: Any) -> str:
-        """As `model`, for what reads no weights: the folder of a loaded model has its config."""
+    def config_folder(self, model: Any) -> str:
+        """As `model_folder`, for what reads no weights: a loaded model is written as its config."""
         if isinstance(model, str | os.PathLike):
             return os.fspath(model)
         _require_whole(model)
@@ -91,7 +93,7 @@ class Inputs:
         model.config.save_pretrained(partial)
         return str(partial)
 
-    def text(self, given: Any, option: str) -> tuple[str, ...]:
+    def text_sources(self, given: Any, option: str) -> tuple[str, ...]:
         """Sources of text: names as they are, texts and chats as a JSONL file of their rows.
 
         A string names a source, unless it is text: it has more than one line, or has blanks and is
@@ -116,7 +118,8 @@ class Inputs:
                 "Dataset or DataFrame, or texts or chats to iterate over in their order. Of a "
                 "DatasetDict, name one split."
             )
-        partial, rows = self._partial(), 0
+        partial = self._partial()
+        rows = 0
         with partial.open("w", encoding="utf-8", newline="\n") as file:
             for row in _rows(_rows_of_table(given), option):
                 file.write(row + "\n")

@@ -225,16 +225,16 @@ def _places(
 
 
 def _move_last_words(
-    given: _Words, options: Sequence[Option], words: Sequence[str], number: int
+    given: _Words, options: Sequence[Option], words: Sequence[str], num_lacking: int
 ) -> None:
     """Make arguments of the last words of a line, if they are lacking: `--data a.txt MODEL OUT`."""
     typed = [word.partition("=")[0] for word in words]
     last = next((word for word in reversed(typed) if word.startswith("--")), None)
     for each in options:
         found = given.options.get(each.name, [])
-        if each.typed == last and each.takes_many and 0 < number < len(found):
-            given.arguments.extend(found[-number:])
-            del found[-number:]
+        if each.typed == last and each.takes_many and 0 < num_lacking < len(found):
+            given.arguments.extend(found[-num_lacking:])
+            del found[-num_lacking:]
 
 
 def _too_many(extra: str, words: Sequence[str], options: Sequence[Option]) -> str:
@@ -247,7 +247,8 @@ def _too_many(extra: str, words: Sequence[str], options: Sequence[Option]) -> st
 
 def _help(command: str, words: Sequence[str], *, is_whole: bool) -> str:
     """The help of a command, with the defaults of the recipe among the words."""
-    about, cls = COMMANDS[command], CONFIGS[command]
+    about = COMMANDS[command]
+    cls = CONFIGS[command]
     start = start_of(command, {}).config
     with suppress(UserError):
         start = start_of(command, _sorted(words, command_options(command)).options).config

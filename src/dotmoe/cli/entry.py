@@ -132,7 +132,8 @@ def message_of(error: Exception, command: str = "") -> str | None:
     import torch
     from safetensors import SafetensorError
 
-    text, on_gpu = str(error) or type(error).__name__, isinstance(error, torch.OutOfMemoryError)
+    text = str(error) or type(error).__name__
+    on_gpu = isinstance(error, torch.OutOfMemoryError)
     refused = re.search(r"can(no|')t allocate memory", text, re.IGNORECASE)
     if on_gpu or refused or isinstance(error, MemoryError):
         remedy = _LESS_MEMORY.get(command, "Close other programs")

@@ -4,7 +4,6 @@ Nothing here imports PyTorch, which takes seconds to load.
 """
 
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,8 +34,15 @@ CONFIGS = {
 }
 """The class of each command's options."""
 _DECIDES_DEFAULTS = {
-    *("active", "active_experts", "experts", "expert_size", "keep", "shared", "targets"),
-    *("method", "format"),
+    "active",
+    "active_experts",
+    "experts",
+    "expert_size",
+    "keep",
+    "shared",
+    "targets",
+    "method",
+    "format",
 }
 """Options from which values of others follow, as they do from the model."""
 
@@ -124,11 +130,11 @@ def _of_file(command: str, recipes: str, given: dict[str, Any]) -> tuple[Any, tu
     (option,) = [each for each in command_options(command) if each.name == "config"]
     file = option.value(given["config"])
     config = _config_in(file, type(recipe_of(recipes)))
-    edited = _edited(file, config, recipes)
-    unused = tuple(name for name, _ in without_effect(config, edited))
+    by_hand = _written_by_hand(file, config, recipes)
+    unused = tuple(name for name, _ in without_effect(config, by_hand))
     if isinstance(config, RunConfig):  # its repair is the one that the time allowed
-        _require_repair_of_time(given, config, edited)
-        followed = tuple(name for name in config.followed if name not in edited)
+        _require_repair_of_time(given, config, by_hand)
+        followed = tuple(name for name in config.followed if name not in by_hand)
         config = replace(config, time=None, followed=followed)
     return config, unused
 
@@ -140,10 +146,10 @@ def _config_in(file: Path, cls: type[Config]) -> Config:
         raise UserError(f"{error}. Name the config.json of a run.") from error
 
 
-def _require_repair_of_time(given: dict[str, Any], start: RunConfig, edited: set[str]) -> None:
+def _require_repair_of_time(given: dict[str, Any], start: RunConfig, by_hand: set[str]) -> None:
     """Refuse a time that somebody wrote into a config file, since it chooses no repair there."""
-    is_chosen = not edited.isdisjoint(flat(start.repairing))
-    if start.time and "time" in edited and not is_chosen and "time" not in given:
+    is_chosen = not by_hand.isdisjoint(flat(start.repairing))
+    if start.time and "time" in by_hand and not is_chosen and "time" not in given:
         option = f"time in {given['config']}"
         raise UserError(
             f"{option} is {start.time}, but a repair is chosen by --time alone. "
@@ -151,15 +157,24 @@ def _require_repair_of_time(given: dict[str, Any], start: RunConfig, edited: set
         )
 
 
-def _edited(file: Path, config: Any, recipes: str) -> set[str]:
+def _written_by_hand(file: Path, config: Any, recipes: str) -> set[str]:
     """Options that somebody wrote into a config file.
 
     They differ from those of the run beside it, whose command line was checked; of a file without a
     run, from the recipe or defaults that the file is most like.
     """
-    with suppress(UserError):  # there may be no run
-        manifest = file.with_name("manifest.json")
-        of_run = read_json(manifest).get("config")
-        return changed(config, from_values(type(config), of_run, str(manifest)))
+    of_run = _config_of_run_beside(file, type(config))
+    if of_run is not None:
+        return changed(config, of_run)
     starts = (None, *RECIPES[recipes].values())
     return min((changed(config, start) for start in starts), key=len)
+
+
+def _config_of_run_beside(file: Path, cls: type[Config]) -> Config | None:
+    """The config of the run beside a file; None if there is no run, or none that can be read."""
+    manifest = file.with_name("manifest.json")
+    try:
+        values = read_json(manifest).get("config")
+        return from_values(cls, values, str(manifest))
+    except UserError:
+        return None

@@ -96,7 +96,8 @@ def in_fast_products() -> Iterator[None]:
 @contextmanager
 def _products(precision: str) -> Iterator[None]:
     """Within this context, torch has this precision of float32 products, by both of its names."""
-    before, name = [backend.fp32_precision for backend in _MATMUL], ""
+    before = [backend.fp32_precision for backend in _MATMUL]
+    name = ""
     with suppress(RuntimeError):  # torch does not tell once `fp32_precision` of a backend was set
         name = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

@@ -1,8 +1,10 @@
 """Errors that a user can cause and fix, and helpers for their messages."""
 
+import os.path
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -47,6 +49,14 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """` Did you mean X?` with the name most similar to `name`; empty if none is close."""
     near = get_close_matches(name, list(names), n=1)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def nearest_beside(path: Path) -> str:
+    """As `nearest`, among what the folder of `path` holds; empty if there is no such folder."""
+    folder = path.parent
+    if not os.path.isdir(folder):
+        return ""
+    return nearest(str(path), map(str, folder.iterdir()))
 
 
 def one_line(error: object) -> str:

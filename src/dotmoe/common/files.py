@@ -56,6 +56,15 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, **metadata: str) -> Non
     set_usual_mode(path)  # safetensors makes files that their owner alone can read
 
 
+def expanded(name: str) -> Path:
+    """The path that a user named; `~` and `~user` become homes, unless there is no such user.
+
+    Methods of `Path` raise then. They also raise where a name is too long for a file: ask `os.path`
+    whether the path exists.
+    """
+    return Path(os.path.expanduser(name))
+
+
 class DamagedError(UserError):
     """A file is missing, truncated or altered; the message names it."""
 

@@ -318,7 +318,8 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
     """
     if not isinstance(values, dict):
         raise UserError(f"{place} is {values!r}, but it must be a JSON object with its options.")
-    values, expected = dict(values), getattr(cls, COMMAND, None)
+    values = dict(values)
+    expected = getattr(cls, COMMAND, None)
     command = expected
     if expected is not None:
         command = values.pop(COMMAND, expected)

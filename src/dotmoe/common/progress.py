@@ -57,7 +57,8 @@ class _NotebookBar:
     def __init__(self, title: str) -> None:
         from IPython.display import HTML, display  # a notebook has it
 
-        self.title, self._html = title, HTML
+        self.title = title
+        self._html = HTML
         self._cell = display(HTML(""), display_id=True)
         self._next = -math.inf
 
@@ -69,6 +70,20 @@ class _NotebookBar:
         words = html.escape(f"{self.title}: {done:,} of {total:,} {note}".rstrip())
         bar = f'<progress value="{done}" max="{max(total, 1)}"></progress> {words}'
         self._cell.update(self._html(bar))
+
+
+def _columns() -> list[progress.ProgressColumn]:
+    """What a bar shows of its task, from left to right; for one bar, since columns keep texts."""
+    return [
+        progress.TextColumn("{task.description:<28}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("passed,"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("left"),
+        progress.TextColumn("{task.fields[note]}", markup=False),
+    ]
 
 
 class Progress:
@@ -90,21 +105,12 @@ class Progress:
         time, but at least 10 s and at most 5 minutes. `tokens` is the number of tokens per counted
         item, for the rate in tokens per second; 0: no rate.
         """
-        columns = (
-            progress.TextColumn("{task.description:<28}", markup=False),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("passed,"),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("left"),
-            progress.TextColumn("{task.fields[note]}", markup=False),
-        )
-        is_shown, next_line = self.console.is_terminal, -math.inf
+        is_shown = self.console.is_terminal
+        next_line = -math.inf
         is_in_notebook = self.console.is_jupyter and not self.console.quiet
         cell = _NotebookBar(title) if is_in_notebook else None
         with progress.Progress(
-            *columns,
+            *_columns(),
             console=self.console,
             disable=not is_shown,
             get_time=time.monotonic,
@@ -120,7 +126,7 @@ class Progress:
                     bars.reset(number)
                     next_line = -math.inf
                 bars.update(number, completed=done, total=total)
-                speed, elapsed = task.speed, task.elapsed or 0.0
+                speed = task.speed
                 rate = f"{tokens * speed:,.0f} tokens/s" if tokens and speed else ""
                 bars.update(number, note=f"{rate} {note}".strip())
                 left = task.time_remaining
@@ -131,6 +137,7 @@ class Progress:
                     return
                 if is_shown or (time.monotonic() < next_line and done < total):
                     return
+                elapsed = task.elapsed or 0.0
                 next_line = time.monotonic() + min(300.0, max(10.0, elapsed / 10))
                 self.log(", ".join(filter(None, [f"{title}: {done:,} of {total:,}", *parts])))
 

@@ -97,7 +97,7 @@ class _Mixtral(TransformersFormat):
     experts_key = "num_local_experts"
     size_key = "intermediate_size"
     stored_block = "block_sparse_moe"
-    parts = ("w1", "w3", "w2")
+    projection_names = ("w1", "w3", "w2")
     gating = Gating(casts=False)
     constants: ClassVar = {"router_jitter_noise": 0.0}
 
@@ -239,8 +239,8 @@ class _DotMoe(TransformersFormat):
 
     def header(self, converted: ConvertedModel) -> dict[str, Any]:
         dense, layout = converted.dense, converted.layout
-        layouts = {layout.target: layout for layout in converted.layouts}
-        ffn, heads = layouts.get("ffn"), layouts.get("attention")
+        ffn = converted.layout_of("ffn")
+        heads = converted.layout_of("attention")
         values = config_of_dense(dense)
         family = values.pop("model_type")
         return values | {
@@ -271,7 +271,8 @@ class _DotMoe(TransformersFormat):
         dense, splits = converted.dense, splits_in(converted.layouts)
         first, *others = splits
         fewer = replace(first, active_experts=first.active_experts - 1), *others
-        at_k, below = (count_parameters(dense.model, dense.family, of) for of in (splits, fewer))
+        at_k = count_parameters(dense.model, dense.family, splits)
+        below = count_parameters(dense.model, dense.family, fewer)
         layers = dense.widths.layers - first.first_dense_layers
         return {
             "splits": [to_record((split,)) for split in splits],
@@ -301,8 +302,8 @@ class _DotMoe(TransformersFormat):
         if layer not in layout.moe_layers:
             yield from map(converted.spec, self._names(dense, layer))
             return
-        layouts = {layout.target: layout for layout in converted.layouts}
-        ffn, heads = layouts.get("ffn"), layouts.get("attention")
+        ffn = converted.layout_of("ffn")
+        heads = converted.layout_of("attention")
         names = self._names(dense, layer, ffn=ffn is None)
         if heads:
             yield from self._heads(converted, heads, layer, names)

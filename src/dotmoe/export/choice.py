@@ -54,8 +54,8 @@ def format_for(dense: DenseModel, splits: Splits, name: str, dtype: torch.dtype)
             f"least one must be split. Choose 0 to {layers - 1}."
         )
     forms = formats_like(name)
-    refusals = {each: form.unsupported(dense, splits, dtype) for each, form in forms.items()}
-    holding = [form for each, form in forms.items() if refusals[each] is None and form.splits]
+    refusals = {form.name: form.unsupported(dense, splits, dtype) for form in forms.values()}
+    holding = [form for form in forms.values() if form.has_experts and refusals[form.name] is None]
     holding.sort(key=lambda form: (form.name == OWN, -form.context(dense)))
     if name in forms:
         chosen = forms[name]

@@ -173,6 +173,10 @@ class ConvertedModel:
         """The first layout, which most formats hold alone."""
         return self.layouts[0]
 
+    def layout_of(self, target: str) -> ExpertLayout | None:
+        """The layout of FFNs or of attention; None if it is not split."""
+        return next((each for each in self.layouts if each.target == target), None)
+
     @property
     def keeps_dtypes(self) -> bool:
         """Whether every dense tensor keeps its stored dtype; otherwise all become `dtype`."""
@@ -196,10 +200,10 @@ class ConvertedModel:
             make=lambda: change(self.tensors.read(source)),
         )
 
-    def router(self, layer: int, name: str, part: ExpertLayout | None = None) -> TensorSpec:
+    def router(self, layer: int, name: str, layout: ExpertLayout | None = None) -> TensorSpec:
         """Spec of the router rows times 2^-p, [E, D]; exact, as the rows are exact in `dtype`."""
         scale = 2.0 ** -self.exponents.get(layer, 0)
-        rows_ED = (part or self.layout).router_LED[layer].cpu().double() * scale
+        rows_ED = (layout or self.layout).router_LED[layer].cpu().double() * scale
         return TensorSpec.of(name, rows_ED, self.dtype)
 
     def slices(
@@ -225,34 +229,42 @@ class ConvertedModel:
 
         return self.spec(source, name, change)
 
-    def neurons(
-        self, layer: int, part: str, neurons: Tensor, name: str, times: float = 1.0, size: int = 0
+    def projection(
+        self,
+        layer: int,
+        projection: str,
+        neurons: Tensor,
+        name: str,
+        times: float = 1.0,
+        size: int = 0,
     ) -> TensorSpec:
         """Spec of the `slices` of one FFN projection that belong to some neurons."""
-        source = self.dense.family.ffn_tensor(layer, part)
-        axis = 1 if part == "down" else 0
+        source = self.dense.family.ffn_tensor(layer, projection)
+        axis = 1 if projection == "down" else 0
         return self.slices(source, axis, neurons, name, times, size)
 
     def projections(
         self, layer: int, neurons: Tensor, name: str, down: float = 1.0, size: int = 0
     ) -> Iterator[TensorSpec]:
         """Specs of all projections of some neurons, W_down times `down`; `name` contains `{}`."""
-        for part in PROJECTIONS:
-            times = down if part == "down" else 1.0
-            yield self.neurons(layer, part, neurons, name.format(part), times, size)
+        for projection in PROJECTIONS:
+            times = down if projection == "down" else 1.0
+            written = name.format(projection)
+            yield self.projection(layer, projection, neurons, written, times, size)
 
     def fused_projections(
         self, layer: int, neurons: Tensor, names: tuple[str, str], times: float = 1.0
     ) -> Iterator[TensorSpec]:
         """Specs of fused gate and up projections, [2 S, D] or [E, 2 S, D], and of the down ones."""
-        gate, up = (self.neurons(layer, part, neurons, names[0]) for part in ("gate", "up"))
+        gate = self.projection(layer, "gate", neurons, names[0])
+        up = self.projection(layer, "up", neurons, names[0])
         *outer, size, width = gate.shape
 
         def make() -> Tensor:
             return torch.cat([gate.make(), up.make()], dim=-2)
 
         yield replace(gate, shape=(*outer, 2 * size, width), make=make)
-        yield self.neurons(layer, "down", neurons, names[1], times)
+        yield self.projection(layer, "down", neurons, names[1], times)
 
 
 def shared_experts(split: Granularity) -> int:
@@ -274,7 +286,7 @@ class Format(ABC):
 
     name: str
     servers: tuple[str, ...]
-    """Software that runs the format without additional code."""
+    """Software that runs the format; where that takes code of the export, the name says so."""
     supports: tuple[Feature, ...] = ()
     """Features that the format can represent."""
     requires: tuple[Feature, ...] = ()
@@ -291,7 +303,7 @@ class Format(ABC):
     writes_tied_head: bool = True
     twin_of: str | None = None
     """The only family that it holds, one with a decoder of its own; None: any of LLaMA's form."""
-    splits: bool = True
+    has_experts: bool = True
     """Whether FFNs become experts; if not, the format stores the dense model as it is."""
 
     def unsupported(self, dense: DenseModel, splits: Splits, dtype: torch.dtype) -> str | None:
@@ -330,7 +342,8 @@ class Format(ABC):
 
     def context(self, dense: DenseModel) -> int:
         """Longest context in which the export computes what the dense model does, in tokens."""
-        context, traits = dense.widths.context, dense.traits
+        traits = dense.traits
+        context = dense.widths.context
         if self.twin_of:
             return context
         window = None if self.supports_window and traits.all_slide else traits.sliding_window
@@ -365,7 +378,7 @@ class Format(ABC):
 
     def layer_tensors(self, converted: ConvertedModel, layer: int) -> Iterator[TensorSpec]:
         """Specs of one decoder layer's tensors."""
-        is_split = self.splits and layer in converted.layout.moe_layers
+        is_split = self.has_experts and layer in converted.layout.moe_layers
         for name in layer_names(converted.dense, layer, ffn=not is_split):
             yield self.dense_tensor(converted, name)
         if is_split:

@@ -1,6 +1,6 @@
 """Write GGUF files, the container of llama.cpp, tensor by tensor; compare and run them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +60,13 @@ def write_gguf(
         for key, value in keys.items():
             writer.add_key_value(key, value, _KINDS[type(value)])
         for spec in specs:
-            kind, dtype = GGMLQuantizationType[spec.stored], np.dtype(np.float32)
-            writer.add_tensor_info(spec.name, spec.shape, dtype, spec.num_bytes, raw_dtype=kind)
+            writer.add_tensor_info(
+                spec.name,
+                spec.shape,
+                np.dtype(np.float32),
+                spec.num_bytes,
+                raw_dtype=GGMLQuantizationType[spec.stored],
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -100,25 +105,45 @@ def check_gguf(
         exceeded limit. A different key, byte or tokenised text raises a `VerificationError`.
     """
     (path,) = folder.glob("*.gguf")
-    file, header, worst = GgufFile(path), form.header(converted), 0.0
+    file = GgufFile(path)
     specs = {spec.name: spec for spec in form.tensors(converted)}
-    for key in sorted((file.keys | header.keys()) - {"general.architecture"}):
-        wanted, value = header.get(key), file.metadata(key)
-        if value != (float(np.float32(wanted)) if isinstance(wanted, float) else wanted):
-            difference = f"{str(value)[:40]!r} instead of {str(wanted)[:40]!r}"
-            raise VerificationError(f"{key} in {path} is {difference}. {_REPORT}")
-    if different := file.tensors.keys() ^ specs.keys():
-        raise VerificationError(f"{min(different)} in {path} is missing or unexpected. {_REPORT}")
-    for name, spec in specs.items():
-        exact = spec.make().float()
-        if encoded(spec, exact).tobytes() != file.tensors[name].data.tobytes():
-            raise VerificationError(f"{name} in {path} is not what was written. {_REPORT}")
-        error, size = (float(x.square().mean().sqrt()) for x in (file.tensor(name) - exact, exact))
-        worst = max(worst, error / size if size else 0.0)
+    _require_keys(file, form.header(converted))
+    storing_error = _require_tensors(file, specs)
     converted.tensors.forget()
     run = _run(form, converted, file, tokens_BT) if llama_cpp.is_installed() else None
     problems = [] if run is None else _problems(run, form, converted.config.gguf_type)
-    return {"tensors": len(specs), "storing_error": worst, "run": run}, problems
+    return {"tensors": len(specs), "storing_error": storing_error, "run": run}, problems
+
+
+def _require_keys(file: GgufFile, header: Mapping[str, Any]) -> None:
+    """Refuse a file whose keys are not those that were written, as GGUF stores them."""
+    for key in sorted((file.keys | header.keys()) - {"general.architecture"}):
+        wanted = header.get(key)
+        if isinstance(wanted, float):
+            wanted = float(np.float32(wanted))
+        value = file.metadata(key)
+        if value != wanted:
+            difference = f"{str(value)[:40]!r} instead of {str(wanted)[:40]!r}"
+            raise VerificationError(f"{key} in {file.path} is {difference}. {_REPORT}")
+
+
+def _require_tensors(file: GgufFile, specs: Mapping[str, TensorSpec]) -> float:
+    """Refuse a file whose tensors are not those that were written, byte by byte.
+
+    Returns the largest RMS error that storing made in a tensor, relative to its RMS.
+    """
+    if different := file.tensors.keys() ^ specs.keys():
+        name = min(different)
+        raise VerificationError(f"{name} in {file.path} is missing or unexpected. {_REPORT}")
+    worst = 0.0
+    for name, spec in specs.items():
+        exact = spec.make().float()
+        if encoded(spec, exact).tobytes() != file.tensors[name].data.tobytes():
+            raise VerificationError(f"{name} in {file.path} is not what was written. {_REPORT}")
+        error, size = (float(x.square().mean().sqrt()) for x in (file.tensor(name) - exact, exact))
+        if size:
+            worst = max(worst, error / size)
+    return worst
 
 
 @torch.no_grad()
@@ -137,10 +162,11 @@ def _run(
             return logits_TV, model.ask("version"), _compare_tokens(model, file, dense.tokenizer)
 
     actual_TV, version, texts = run(file.path)
-    twin, all_experts_error = on_disk(dense, dense.device, torch.float32), None
+    twin = on_disk(dense, dense.device, torch.float32)
+    all_experts_error = None
     dense_TV = logits_of(twin.model, tokens_BT)
     expected_TV = dense_TV
-    if form.splits:
+    if form.has_experts:
         with masked_by(twin, layout):
             expected_TV = logits_of(twin.model, tokens_BT)
         whole = replace(layout, active_experts=layout.num_experts)
@@ -180,11 +206,11 @@ def _compare_tokens(model: llama_cpp.LlamaCppModel, file: GgufFile, stock: Any) 
 
 
 def _problems(run: dict[str, Any], form: Format, gguf_type: str) -> list[str]:
-    is_exact = form.gating.exponent is not None or not form.splits
+    is_exact = form.gating.exponent is not None or not form.has_experts
     of_gates = EXACT_GATES_ERROR if is_exact else SOFTMAX_GATES_ERROR
     limit = of_gates + STORED_ERROR[gguf_type]
     limit_of_routed = limit
-    if form.splits and not (is_exact and gguf_type == "f32"):  # rounding may change experts
+    if form.has_experts and not (is_exact and gguf_type == "f32"):  # rounding may change experts
         limit_of_routed = max(limit, ROUTED_ERROR)
     metrics = [
         ("masked dense model", run["logits_error"], limit_of_routed),

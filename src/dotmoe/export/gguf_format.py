@@ -61,7 +61,7 @@ class GgufFormat(Format):
     servers = ("llama.cpp",)
     active_experts_key = "expert_used_count"
     writes_tied_head = False  # llama.cpp then uses the embedding
-    splits = False
+    has_experts = False
     supports = SUPPORTS[GLM4MOE]
     rope_types = ROPE_TYPES
     gating = Gating(score="none")
@@ -81,7 +81,7 @@ class GgufFormat(Format):
                 "and would silently rotate wrongly. Choose --format gguf_llama, which supports "
                 "no shared expert and no leading dense layers."
             )
-        if not self.splits:
+        if not self.has_experts:
             return None
         split = splits[0]
         most = most_active_experts(dense, split, MOE_TENSORS[self.name])
@@ -208,7 +208,7 @@ class GgufGlm4Moe(GgufFormat):
     """Architecture `glm4moe`; its shared expert holds the neurons that are always on."""
 
     name = GLM4MOE
-    splits = True
+    has_experts = True
     active_experts_editable = True
     gating = Gating(score="softmax_of_chosen", only_in="llama.cpp", exponent=40)
 
@@ -231,10 +231,12 @@ class GgufGlm4Moe(GgufFormat):
 
     def moe_tensors(self, converted: ConvertedModel, layer: int) -> Iterator[TensorSpec]:
         yield from super().moe_tensors(converted, layer)
-        layout, bias = converted.layout, f"blk.{layer}.exp_probs_b.bias"
-        yield TensorSpec.of(bias, torch.zeros(layout.num_experts), torch.float32)
+        layout = converted.layout
+        no_bias_E = torch.zeros(layout.num_experts)
+        yield TensorSpec.of(f"blk.{layer}.exp_probs_b.bias", no_bias_E, torch.float32)
         size = shared_experts(layout.granularity) * layout.expert_size
-        shared_S, name = layout.shared_neurons(layer), f"blk.{layer}.ffn_{{}}_shexp.weight"
+        shared_S = layout.shared_neurons(layer)
+        name = f"blk.{layer}.ffn_{{}}_shexp.weight"
         for spec in converted.projections(layer, shared_S, name, size=size):
             yield self._stored(converted, spec)
 
@@ -243,7 +245,7 @@ class GgufLlama(GgufFormat):
     """Architecture `llama` in its mixture-of-experts form."""
 
     name = LLAMA
-    splits = True
+    has_experts = True
     gating = Gating(only_in="llama.cpp")
     active_experts_editable = True
     supports = SUPPORTS[LLAMA]

@@ -27,7 +27,7 @@ class LlamaCppModel(Worker):
         import torch
 
         name, threads = f"llama.cpp on {path}", torch.get_num_threads()
-        target, remedy = "dotmoe.export.llama_cpp:Runtime", "Export the file again."
+        target, remedy = "dotmoe.export.llama_cpp:LlamaCppRuntime", "Export the file again."
         super().__init__(target, str(path), threads, name=name, remedy=remedy)
         # Keys and values in float32 and plain attention, as Transformers computes.
         self.ask("open", context, 1, {"type_k": 0, "type_v": 0, "flash_attn_type": 0})
@@ -43,7 +43,7 @@ class LlamaCppModel(Worker):
         return list(self.ask("tokenize", text))
 
 
-class Runtime:
+class LlamaCppRuntime:
     """A GGUF file in llama.cpp's low-level interface; runs in the child process."""
 
     def __init__(self, path: str, threads: int) -> None:

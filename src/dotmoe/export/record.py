@@ -110,7 +110,7 @@ class ExportRecord:
         splits = self.details.get("splits")
         return str(splits[0]["target"]) if splits else "ffn"
 
-    def at(self, active_experts: int) -> tuple[float, int]:
+    def active_at(self, active_experts: int) -> tuple[float, int]:
         """Active share of a split layer's neurons, and active parameters, with another k."""
         expert = 3 * self.model_width * self.expert_size
         expert = self.details.get("parameters_of_an_expert", expert)
@@ -141,13 +141,15 @@ class ExportRecord:
 
 def record_of(converted: ConvertedModel, form: Format, folder: Path, **others: Any) -> ExportRecord:
     """Build the record of a written folder; `others` are the fields that are not derived here."""
-    dense, origin, splits = converted.dense, converted.origin, splits_in(converted.layouts)
-    if not form.splits:
+    dense, origin = converted.dense, converted.origin
+    splits = splits_in(converted.layouts)
+    if not form.has_experts:
         splits = (Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1),)
     first = asdict(splits[0])
-    sizes: dict[str, Any] = {name: first[name] if form.splits else 0 for name in _SIZES}
+    sizes: dict[str, Any] = {name: first[name] if form.has_experts else 0 for name in _SIZES}
     counts = asdict(count_parameters(dense.model, dense.family, splits))
-    details, specs = form.details(converted), list(form.tensors(converted))
+    details = form.details(converted)
+    specs = list(form.tensors(converted))
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return ExportRecord(
         **others,
@@ -167,7 +169,7 @@ def record_of(converted: ConvertedModel, form: Format, folder: Path, **others: A
         # If attention has a k of its own, one number cannot set both.
         active_experts_editable=form.active_experts_editable and len(splits) == 1,
         parameters={"dense": counts["dense_total"]}
-        | {name: counts[name] for name in _COUNTS if form.splits}
+        | {name: counts[name] for name in _COUNTS if form.has_experts}
         | {"written": sum(prod(spec.shape) for spec in specs)},
         total_bytes=sum(spec.num_bytes for spec in specs),
         details=details,

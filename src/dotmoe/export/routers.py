@@ -36,7 +36,7 @@ GATE_DEVIATION = 2.0**-6
 Rounding weights to bfloat16 adds up to 2^-8."""
 
 
-class Runtime(NamedTuple):
+class RouterRuntime(NamedTuple):
     """The properties in which the routers of runtimes differ."""
 
     name: str
@@ -47,24 +47,24 @@ class Runtime(NamedTuple):
     """Whether expert weights are rounded to the dtype of the model."""
 
 
-def runtimes_of(gating: Gating) -> list[Runtime]:
+def runtimes_of(gating: Gating) -> list[RouterRuntime]:
     """The runtimes of formats with this gating, and how each one routes."""
     own, casts = gating.score == "softmax_of_chosen", gating.casts
     if gating.only_in is not None:
-        return [Runtime(gating.only_in, own, logits_in_float32=True)]
+        return [RouterRuntime(gating.only_in, own, logits_in_float32=True)]
     if gating.score == "sigmoid":
-        return [Runtime("all runtimes", logits_in_float32=True)]
+        return [RouterRuntime("all runtimes", logits_in_float32=True)]
     return [
-        Runtime("Transformers", own, rounds_weights=casts),
-        Runtime("vLLM on CUDA"),
-        Runtime("SGLang", ranks_logits=True),
-        Runtime("vLLM on a CPU", ranks_logits=True, rounds_weights=True),
-        Runtime("llama.cpp", logits_in_float32=True),
+        RouterRuntime("Transformers", own, rounds_weights=casts),
+        RouterRuntime("vLLM on CUDA"),
+        RouterRuntime("SGLang", ranks_logits=True),
+        RouterRuntime("vLLM on a CPU", ranks_logits=True, rounds_weights=True),
+        RouterRuntime("llama.cpp", logits_in_float32=True),
     ]
 
 
 def route(
-    runtime: Runtime,
+    runtime: RouterRuntime,
     scaled_TE: Float[Tensor, "T E"],
     active_experts: int,
     gating: Gating,

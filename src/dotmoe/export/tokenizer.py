@@ -49,22 +49,14 @@ def tokenizer_keys(
     special tokens absorb the spaces after them; so the name has it if and only if they should.
     """
     name = re.sub("phi-?3", "Phi 3", Path(source).name, flags=re.IGNORECASE)
-    backend, notes = getattr(dense.tokenizer, "backend_tokenizer", None), list[str]()
+    notes = list[str]()
+    backend = getattr(dense.tokenizer, "backend_tokenizer", None)
     parts = json.loads(backend.to_str()) if backend else {}
     try:
-        if choice == "none" or not parts:
-            why = "it is not from the tokenizers library"
-            raise UnknownTokenizerError("--gguf-tokenizer is none" if choice == "none" else why)
-        tokens, types = _vocabulary(parts, int(dense.config.vocab_size))
-        if parts["model"].get("byte_fallback"):  # bytes without a token become <0x0A> etc.
-            keys = _sentencepiece(parts, tokens, types, notes)
-        else:
-            keys = _byte_level(backend, parts, notes)
-        keys |= _special(dense, len(tokens))
+        keys = _keys_of(dense, backend, parts, choice, notes)
     except UnknownTokenizerError as reason:
         note = f"The file has no tokenizer ({reason}): llama.cpp takes token ids only."
         return {"general.name": name, "tokenizer.ggml.model": "none"}, [note]
-    keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": list(map(int, types))}
     template = getattr(dense.tokenizer, "chat_template", None)
     template = template.get("default") if isinstance(template, dict) else template
     if isinstance(template, str):
@@ -79,6 +71,27 @@ def tokenizer_keys(
             f"llama.cpp does not support ({len(greedy)} such tokens)."
         )
     return {"general.name": name, **keys}, notes
+
+
+def _keys_of(
+    dense: DenseModel, backend: Any, parts: Values, choice: str, notes: list[str]
+) -> Values:
+    """Keys of the vocabulary and the rules of a tokenizer; refused if llama.cpp has none alike."""
+    if choice == "none":
+        raise UnknownTokenizerError("--gguf-tokenizer is none")
+    if not parts:
+        raise UnknownTokenizerError("it is not from the tokenizers library")
+    tokens, types = _vocabulary(parts, int(dense.config.vocab_size))
+    if parts["model"].get("byte_fallback"):  # bytes without a token become <0x0A> etc.
+        keys = _sentencepiece(parts, tokens, types, notes)
+    else:
+        keys = _byte_level(backend, parts, notes)
+    return {
+        **keys,
+        **_special(dense, len(tokens)),
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": list(map(int, types)),
+    }
 
 
 def tokenizer_name(keys: Values) -> str:
@@ -213,7 +226,7 @@ def _puts_space_first(parts: Values) -> bool:
     if steps in ([prepend, replace], [replace]):
         return steps[0] == prepend
     metaspace = {"type": "Metaspace", "replacement": _SPACE, "split": False}
-    if len(steps) == 1 and steps[0] == {**steps[0], **metaspace}:
+    if len(steps) == 1 and metaspace.items() <= steps[0].items():
         return bool(steps[0].get("prepend_scheme") != "never")
     raise UnknownTokenizerError(f"it treats spaces by the rules {[each['type'] for each in steps]}")
 
@@ -228,8 +241,10 @@ def _scores(parts: Values, tokens: list[str], types: list[TokenType]) -> list[fl
     rank_of = {token: rank for rank, token in reversed(list(enumerate(merged)))}
     vocabulary, merge_set = parts["model"]["vocab"], set(merges)
     for token, number in vocabulary.items():
+        if types[number] != TokenType.NORMAL:
+            continue
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        for left, right in pairs if types[number] == TokenType.NORMAL else ():
+        for left, right in pairs:
             if (left, right) not in merge_set and left in vocabulary and right in vocabulary:
                 raise UnknownTokenizerError(f"{left!r} and {right!r} are not merged into {token!r}")
     return [

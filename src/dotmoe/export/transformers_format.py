@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -36,38 +36,108 @@ _COPIED = (
 )
 GATES = "gates are 1 except for the deviations below"
 _GRANITE = ("granitemoe", "granitemoeshared")
-_LIMITS = {
-    ("biases", ("vLLM",), ("qwen3_moe",)): "The output projection of attention has no bias: "
-    "o_proj.bias is silently dropped.",
-    ("biases", ("vLLM", "SGLang"), _GRANITE): "Attention has no biases: all of them are silently "
-    "dropped.",
-    ("shared experts", ("SGLang",), ("glm4_moe",)): "On NVIDIA GPUs the shared expert runs as "
-    "one more routed expert, which works for a single one only: with more, loading fails "
-    "unless --disable-shared-experts-fusion is given.",
-    ("head width", ("SGLang",), ("mixtral",)): "head_dim is not read: heads wider than "
-    "hidden_size / heads are silently truncated, with narrower ones loading fails.",
-    ("scaled RoPE", ("SGLang",), ("mixtral", *_GRANITE)): "RoPE scaling is not read, and "
-    "rope_theta is truncated to an integer.",
-    ("window", ("SGLang",), ("mixtral",)): "The sliding window is not read: correct only up to the "
-    "window (--context-length).",
-    ("dense layers", ("SGLang",), ("qwen3_moe",)): "Every layer is built with experts, "
-    "whatever mlp_only_layers contains: a dense layer's tensors are skipped and its experts stay "
-    "uninitialised.",
-    ("longrope", ("vLLM",), ("glm4_moe", "mixtral", *_GRANITE)): "longrope uses its long factors "
-    "for every text, unless --max-model-len is at most original_max_position_embeddings.",
-    ("any", ("vLLM",), ("glm4_moe",)): "Use 0.23.0 or later: before, Blackwell GPUs silently "
-    "divide the weights of chosen experts by their sum.",
-    ("any", ("SGLang",), ("glm4_moe",)): "Use 0.5.23 or later: before, Blackwell GPUs need "
-    "--moe-runner-backend triton.",
-    ("small experts", ("vLLM",), ("glm4_moe",)): "Blackwell GPUs can hang at the start "
-    "unless an expert's size on each GPU is a multiple of 128: give --moe-backend triton.",
-    ("many active", ("vLLM",), ("mixtral", "qwen3_moe", *_GRANITE)): "Blackwell GPUs run at most "
-    "32 experts per token: for more, give --moe-backend triton.",
-    ("many active", ("SGLang",), ("glm4_moe", "qwen3_moe")): "Blackwell GPUs run at most 32 "
-    "experts per token: for more, give --moe-runner-backend triton.",
-}
-"""Feature, servers that do not support it, and `model_type`s concerned; then what they do instead,
-or the remedy. Each was found in the server's source; tests/serving records where."""
+
+
+class _Fault(NamedTuple):
+    """What servers get wrong with a feature of exports in some formats."""
+
+    feature: str
+    servers: tuple[str, ...]
+    formats: tuple[str, ...]
+    """Each a `model_type`."""
+    says: str
+    """What they do instead, or the remedy."""
+
+
+_FAULTS = (
+    _Fault(
+        "biases",
+        ("vLLM",),
+        ("qwen3_moe",),
+        "The output projection of attention has no bias: o_proj.bias is silently dropped.",
+    ),
+    _Fault(
+        "biases",
+        ("vLLM", "SGLang"),
+        _GRANITE,
+        "Attention has no biases: all of them are silently dropped.",
+    ),
+    _Fault(
+        "shared experts",
+        ("SGLang",),
+        ("glm4_moe",),
+        "On NVIDIA GPUs the shared expert runs as one more routed expert, which works for a "
+        "single one only: with more, loading fails unless --disable-shared-experts-fusion is "
+        "given.",
+    ),
+    _Fault(
+        "head width",
+        ("SGLang",),
+        ("mixtral",),
+        "head_dim is not read: heads wider than hidden_size / heads are silently truncated, "
+        "with narrower ones loading fails.",
+    ),
+    _Fault(
+        "scaled RoPE",
+        ("SGLang",),
+        ("mixtral", *_GRANITE),
+        "RoPE scaling is not read, and rope_theta is truncated to an integer.",
+    ),
+    _Fault(
+        "window",
+        ("SGLang",),
+        ("mixtral",),
+        "The sliding window is not read: correct only up to the window (--context-length).",
+    ),
+    _Fault(
+        "dense layers",
+        ("SGLang",),
+        ("qwen3_moe",),
+        "Every layer is built with experts, whatever mlp_only_layers contains: a dense layer's "
+        "tensors are skipped and its experts stay uninitialised.",
+    ),
+    _Fault(
+        "longrope",
+        ("vLLM",),
+        ("glm4_moe", "mixtral", *_GRANITE),
+        "longrope uses its long factors for every text, unless --max-model-len is at most "
+        "original_max_position_embeddings.",
+    ),
+    _Fault(
+        "any",
+        ("vLLM",),
+        ("glm4_moe",),
+        "Use 0.23.0 or later: before, Blackwell GPUs silently divide the weights of chosen "
+        "experts by their sum.",
+    ),
+    _Fault(
+        "any",
+        ("SGLang",),
+        ("glm4_moe",),
+        "Use 0.5.23 or later: before, Blackwell GPUs need --moe-runner-backend triton.",
+    ),
+    _Fault(
+        "small experts",
+        ("vLLM",),
+        ("glm4_moe",),
+        "Blackwell GPUs can hang at the start unless an expert's size on each GPU is a multiple "
+        "of 128: give --moe-backend triton.",
+    ),
+    _Fault(
+        "many active",
+        ("vLLM",),
+        ("mixtral", "qwen3_moe", *_GRANITE),
+        "Blackwell GPUs run at most 32 experts per token: for more, give --moe-backend triton.",
+    ),
+    _Fault(
+        "many active",
+        ("SGLang",),
+        ("glm4_moe", "qwen3_moe"),
+        "Blackwell GPUs run at most 32 experts per token: for more, give --moe-runner-backend "
+        "triton.",
+    ),
+)
+"""Each was found in the server's source; tests/serving records where."""
 
 
 class TransformersFormat(Reloadable):
@@ -83,7 +153,7 @@ class TransformersFormat(Reloadable):
     stored_block: str = "mlp"
     """Name of the FFN block in the files."""
     router_weight: str = "weight"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projection_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's projections (gate, up, down) in the files."""
     check = verify
 
@@ -126,7 +196,7 @@ class TransformersFormat(Reloadable):
                 f"{self.active_experts_key} cannot be edited: k is folded into the down "
                 "projections. Export the run again with another --active-experts."
             )
-        return [*notes, *super().notes(converted), *limits_met(self.header(converted))]
+        return [*notes, *super().notes(converted), *server_faults(self.header(converted))]
 
     def header(self, converted: ConvertedModel) -> dict[str, Any]:
         split = converted.layout.granularity
@@ -182,11 +252,11 @@ class TransformersFormat(Reloadable):
         constant = self.gating.constant(layout.active_experts)
         neurons_ES = layout.neurons_of_expert(layer)
         # Projections in the outer loop, so that the slices of one dense matrix are consecutive.
-        for projection, part in zip(PROJECTIONS, self.parts, strict=True):
+        for projection, stored_name in zip(PROJECTIONS, self.projection_names, strict=True):
             factor = constant if projection == "down" else 1.0
             for expert, neurons_S in enumerate(neurons_ES):
-                name = f"{prefix}.experts.{expert}.{part}.weight"
-                yield converted.neurons(layer, projection, neurons_S, name, factor)
+                name = f"{prefix}.experts.{expert}.{stored_name}.weight"
+                yield converted.projection(layer, projection, neurons_S, name, factor)
 
     def write(self, converted: ConvertedModel, folder: Path) -> list[str]:
         write_json(folder / "config.json", self.header(converted))
@@ -203,9 +273,10 @@ def config_of_dense(dense: DenseModel) -> dict[str, Any]:
     return {key: each for key, each in dense.config.to_dict().items() if key not in left_out}
 
 
-def limits_met(config: Mapping[str, Any]) -> list[str]:
+def server_faults(config: Mapping[str, Any]) -> list[str]:
     """A sentence for each thing that a server gets wrong with an exported config."""
-    rope, window = config["rope_parameters"], config.get("sliding_window")
+    rope = config["rope_parameters"]
+    window = config.get("sliding_window")
     size = config.get("moe_intermediate_size", config["intermediate_size"])
     has = {
         "biases": config.get("attention_bias"),
@@ -221,10 +292,10 @@ def limits_met(config: Mapping[str, Any]) -> list[str]:
         "many active": config.get("n_routed_experts", config["num_experts_per_tok"]) > 32,
     }
     return [
-        f"{server}: {says}"
-        for (feature, servers, formats), says in _LIMITS.items()
-        if config["model_type"] in formats and has[feature]
-        for server in servers
+        f"{server}: {fault.says}"
+        for fault in _FAULTS
+        if config["model_type"] in fault.formats and has[fault.feature]
+        for server in fault.servers
     ]
 
 
@@ -247,7 +318,8 @@ def write_checkpoint(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_bytes,
     )
-    total, done = sum(spec.num_bytes for spec in by_name.values()), count(1)
+    total = sum(spec.num_bytes for spec in by_name.values())
+    done = count(1)
     require_free(folder, total)
     for file_name, names in plan.filename_to_tensors.items():
         tensors = dict[str, Tensor]()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from dotmoe.export.routers import (
     misrouted_share,
     outliers_in,
 )
-from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.method.layout import ALWAYS_ON, ExpertLayout, Layouts
 from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.on_disk import exported_on_disk, on_disk
@@ -97,8 +97,49 @@ def verify(
     """
     if read_json(folder / "config.json") != form.header(converted):
         raise VerificationError(f"config.json in {folder} is not what was written. Export again.")
-    dense, layouts = converted.dense, converted.layouts
-    exported = exported_on_disk(folder, dense.device, torch.float32)
+    found = _run_exported(form, converted, folder, tokens_BT)
+    dense = converted.dense
+    rounded_to = None if converted.keeps_dtypes else converted.dtype
+    exact = on_disk(dense, dense.device, torch.float32, rounded_to=rounded_to)
+    same_routes_TV = _logits_with_routes(exact, converted.layouts, found.routes, tokens_BT)
+    error_T = logits_error(found.logits_TV, same_routes_TV)
+    dense_error = None
+    if found.at_full_TV is not None:
+        dense_logits_TV = logits_of(exact.model, tokens_BT)
+        dense_error = float(logits_error(found.at_full_TV, dense_logits_TV).median())
+    metrics = {
+        "loaded_class": found.loaded_class,
+        "dtype": converted.dtype_name,
+        "tokens": tokens_BT.numel(),
+        "layers": found.layers,
+        "logits_error": float(error_T.median()),
+        "logits_error_tail": float(error_T.quantile(0.95)),
+        "top1_agreement": top1_agreement(found.logits_TV, same_routes_TV),
+        "dense_error": dense_error,
+    }
+    is_rounded = converted.dtype != torch.float32 and form.gating.score.startswith("softmax")
+    return metrics, problems(metrics, form.block_error, FOLDED if is_rounded else 0.0)
+
+
+class _Exported(NamedTuple):
+    """What an exported model, reloaded, computed on the text."""
+
+    loaded_class: str
+    layers: list[dict[str, Any]]
+    """The comparison of each block."""
+    routes: dict[str, dict[int, Tensor]]
+    """Experts of each token, [T, K], by target and layer."""
+    logits_TV: Tensor
+    at_full_TV: Tensor | None
+    """Logits at k = E; None if k cannot be edited or neurons are dropped."""
+
+
+def _run_exported(
+    form: Reloadable, converted: ConvertedModel, folder: Path, tokens_BT: Int[Tensor, "B T"]
+) -> _Exported:
+    """Run an exported folder, and compare each block with the dense model's under its mask."""
+    layouts = converted.layouts
+    exported = exported_on_disk(folder, converted.dense.device, torch.float32)
     layers: list[dict[str, Any]] = []
     routes: dict[str, dict[int, Tensor]] = {part.target: {} for part in layouts}
     inputs: dict[int, Tensor] = {}
@@ -120,36 +161,35 @@ def verify(
                 seeing = partial(compare, part, layer, router)
                 hooks.enter_context(block.register_forward_hook(seeing))
         logits_TV = logits_of(exported, tokens_BT)
-    at_full_TV = dense_error = None
+    at_full_TV = None
     first, *others = layouts
     if form.active_experts_editable and not (others or first.granularity.dropped_size):
         form.run_active_experts(exported, first.moe_layers, first.num_experts)
         at_full_TV = logits_of(exported, tokens_BT)
-    loaded_class = f"{type(exported).__module__}.{type(exported).__qualname__}"
-    del exported
-    rounded_to = None if converted.keeps_dtypes else converted.dtype
-    exact = on_disk(dense, dense.device, torch.float32, rounded_to=rounded_to)
-    # At a near-tie two exact implementations may choose differently, which changes every later
-    # token. With the same routing, everything else can be compared closely.
+    return _Exported(
+        loaded_class=f"{type(exported).__module__}.{type(exported).__qualname__}",
+        layers=layers,
+        routes=routes,
+        logits_TV=logits_TV,
+        at_full_TV=at_full_TV,
+    )
+
+
+def _logits_with_routes(
+    exact: DenseModel,
+    layouts: Layouts,
+    routes: Mapping[str, Mapping[int, Tensor]],
+    tokens_BT: Int[Tensor, "B T"],
+) -> Tensor:
+    """Logits of the masked dense model with the experts that another model chose, [T, V].
+
+    At a near-tie two exact implementations may choose differently, which changes every later token.
+    With the same routing, everything else can be compared closely.
+    """
     with ExitStack() as hooks:
         for part in layouts:
             hooks.enter_context(routed(exact, part, routes[part.target]))
-        same_routes_TV = logits_of(exact.model, tokens_BT)
-    error_T = logits_error(logits_TV, same_routes_TV)
-    if at_full_TV is not None:
-        dense_error = float(logits_error(at_full_TV, logits_of(exact.model, tokens_BT)).median())
-    metrics = {
-        "loaded_class": loaded_class,
-        "dtype": converted.dtype_name,
-        "tokens": tokens_BT.numel(),
-        "layers": layers,
-        "logits_error": float(error_T.median()),
-        "logits_error_tail": float(error_T.quantile(0.95)),
-        "top1_agreement": top1_agreement(logits_TV, same_routes_TV),
-        "dense_error": dense_error,
-    }
-    is_rounded = converted.dtype != torch.float32 and form.gating.score.startswith("softmax")
-    return metrics, problems(metrics, form.block_error, FOLDED if is_rounded else 0.0)
+        return logits_of(exact.model, tokens_BT)
 
 
 def problems(measured: Mapping[str, Any], block_error: float, rounding: float) -> list[str]:
@@ -191,7 +231,8 @@ def _compare(
     actual_TD: Tensor,
 ) -> dict[str, Any]:
     """Compare a block's output with the binary-gate one (eq:moe_output) for the same experts."""
-    dense, tensors, target = converted.dense, converted.tensors, TARGETS[layout.target]
+    dense, tensors = converted.dense, converted.tensors
+    target = TARGETS[layout.target]
 
     def weights(*names: str) -> Iterator[Tensor]:
         for name in names:

@@ -38,7 +38,8 @@ def analyse(config: AnalyseConfig, progress: Progress | None = None) -> Values:
     same values for attention. Raises a `UserError` if the run is not finished, a number is out of
     range, or another process works in the run folder.
     """
-    config, progress = checked(config), progress or Progress(quiet=True)
+    config = checked(config)
+    progress = progress or Progress(quiet=True)
     run = FinishedRun(Path(config.run))
     say_unread_edits(run.folder.stage("export"), "the load")
     with run.folder.alone():
@@ -151,7 +152,8 @@ def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
 
 def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
     """One line for each rule that a layer breaks: dead experts, always-on experts, uneven load."""
-    statistics, lines = load_statistics(share_E), []
+    statistics = load_statistics(share_E)
+    lines = []
     rules = {
         "dead_experts": "are dead (less than 1 % of the mean load)",
         "always_on_experts": "run for more than 95 % of the tokens, so routing barely affects them",

@@ -26,7 +26,7 @@ from dotmoe.common.options import checked
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.tables import Table, in_bytes, table_of
 from dotmoe.common.worker import Worker
-from dotmoe.export.llama_cpp import Runtime
+from dotmoe.export.llama_cpp import LlamaCppRuntime
 from dotmoe.export.record import require_checksums
 from dotmoe.measure.config import BenchConfig, in_context
 from dotmoe.measure.evaluate.models import gguf_file, loaded, model_folder
@@ -57,33 +57,29 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     `UserError` if the two are not a dense model and its MoE, or not for the same software; if there
     is no such model or device, or no llama.cpp; if the context is too long, or memory too small.
     """
-    config = checked(config)
-    dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
-    config = replace(config, dense=dense, moe=moe)
-    in_gguf = config.moe.lower().endswith(".gguf")
-    if in_gguf and not config.dense.lower().endswith(".gguf"):
-        raise UserError(
-            f"{config.moe} is a GGUF file and {config.dense} is not, but both must run in the same "
-            "software. Give two GGUF files or two checkpoints."
-        )
+    config = _with_gguf_files(checked(config))
+    in_gguf = _is_gguf(config.moe)
     threads = config.threads or torch.get_num_threads()
     device = "cpu" if in_gguf else str(resolved_device(config.load.device))
-    if config.clock == "cpu" and (threads > 1 or device != "cpu"):
-        raise UserError(
-            f"clock is cpu with {threads} threads on {device}, but it adds up all threads and "
-            "ignores GPUs. Set threads to 1 and device to cpu, or clock to wall."
-        )
+    _require_clock(config, threads, device)
     runtime = "llama.cpp" if in_gguf else "transformers"
-    kind = LlamaRunner if in_gguf else TransformersRunner
-    runner = f"{kind.__module__}:{kind.__name__}"
-    options = config.load.dtype, device, threads, config.clock, config.seed
-    remedy = "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."
+    runner = LlamaRunner if in_gguf else TransformersRunner
     names = (config.dense, config.moe)
     paths = [os.path.expanduser(name) if in_gguf else model_folder(name) for name in names]
     with ExitStack() as stack:
         workers = []
         for path in paths:
-            worker = Worker(runner, str(path), *options, name=f"{runtime} on {path}", remedy=remedy)
+            worker = Worker(
+                f"{runner.__module__}:{runner.__name__}",
+                str(path),
+                config.load.dtype,
+                device,
+                threads,
+                config.clock,
+                config.seed,
+                name=f"{runtime} on {path}",
+                remedy="If memory ran out, lower batch_sizes, prompt_tokens or context_tokens.",
+            )
             workers.append(stack.enter_context(worker))
         models = [worker.ask("loaded") for worker in workers]
         _require_a_pair(config, *models)
@@ -102,6 +98,30 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         "settings": asdict(config) | {"threads": threads, "device": device},
         "provenance": origin,
     }
+
+
+def _is_gguf(name: str) -> bool:
+    return name.lower().endswith(".gguf")
+
+
+def _with_gguf_files(config: BenchConfig) -> BenchConfig:
+    """The options, with the GGUF file in place of its folder; both models must run alike."""
+    dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
+    if _is_gguf(moe) and not _is_gguf(dense):
+        raise UserError(
+            f"{moe} is a GGUF file and {dense} is not, but both must run in the same "
+            "software. Give two GGUF files or two checkpoints."
+        )
+    return replace(config, dense=dense, moe=moe)
+
+
+def _require_clock(config: BenchConfig, threads: int, device: str) -> None:
+    """Refuse the clock of a process where it does not tell how long a step takes."""
+    if config.clock == "cpu" and (threads > 1 or device != "cpu"):
+        raise UserError(
+            f"clock is cpu with {threads} threads on {device}, but it adds up all threads and "
+            "ignores GPUs. Set threads to 1 and device to cpu, or clock to wall."
+        )
 
 
 def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
@@ -124,7 +144,10 @@ def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
 
 
 def _measured(config: BenchConfig, workers: list[Worker], on_progress: Update) -> list[Values]:
-    done, total, results = 0, config.rounds * len(config.points), []
+    """Speeds of both models at each point, from rounds in turns."""
+    total = config.rounds * len(config.points)
+    done = 0
+    results = []
     for point in config.points:
         note = f"{point['name']}, batch {point['batch']}"
         on_progress(done, total, note)
@@ -132,7 +155,10 @@ def _measured(config: BenchConfig, workers: list[Worker], on_progress: Update) -
             worker.ask("prepare", point["batch"], point["tokens"], point["steps"])
         rounds: list[list[list[float]]] = [[], []]
         for turn in range(config.rounds):
-            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+            sides = [0, 1]
+            if turn % 2 == 1:
+                sides.reverse()
+            for side in sides:
                 rounds[side].append(workers[side].ask("run"))
             done += 1
             on_progress(done, total, note)
@@ -162,7 +188,8 @@ def break_even(points: Sequence[Values]) -> list[str]:
     It is so, or slower, if both quartiles of the speedup over rounds are. Between two batches with
     speedups on both sides of 1, the batch that breaks even is interpolated in logarithms.
     """
-    groups, sentences = dict[tuple[str, int], list[Values]](), []
+    groups = dict[tuple[str, int], list[Values]]()
+    sentences = []
     for row in points:
         groups.setdefault((row["point"]["name"], row["point"]["tokens"]), []).append(row)
     for (name, tokens), rows in groups.items():
@@ -193,7 +220,8 @@ def _verdict(row: Values) -> str:
 
 def table(result: Values) -> Table:
     """Table of a result of `bench`, with one row for each point."""
-    settings, models = result["settings"], []
+    settings = result["settings"]
+    models = []
     for label in ("dense", "moe"):
         about = result[label]["weights"]
         split = ""
@@ -257,7 +285,9 @@ class Runner(ABC):
 
     def __init__(self, device: str, threads: int, clock: str, seed: int) -> None:
         self._now = time.process_time if clock == "cpu" else time.perf_counter
-        self._device, self._threads, self._seed = torch.device(device), threads, seed
+        self._device = torch.device(device)
+        self._threads = threads
+        self._seed = seed
 
     def loaded(self) -> Values:
         """The model's `weights` (see `weights_of`), the `dtype` of most, and longest `context`."""
@@ -268,8 +298,8 @@ class Runner(ABC):
 
         With 0 steps, prefill of the tokens is timed. Ids are uniform, the same for both models.
         """
-        ids, count = range(self.weights["embedding"][0]), batch * (tokens + steps)
-        drawn = random.Random(self._seed).choices(ids, k=count)
+        vocabulary = range(self.weights["embedding"][0])
+        drawn = random.Random(self._seed).choices(vocabulary, k=batch * (tokens + steps))
         self._ids_BT = torch.tensor(drawn, device=self._device).view(batch, -1)
         decoded = [(at, at + 1) for at in range(tokens, tokens + steps)]
         self._spans = decoded or [(0, tokens)]
@@ -317,7 +347,8 @@ class TransformersRunner(Runner):
                 f"{path} has experts of neurons and of heads, but a measurement has only one k. "
                 "Measure a run that splits only one of them."
             )
-        self.context, self.dtype = stock.context, stock.dtype
+        self.context = stock.context
+        self.dtype = stock.dtype
         tensors = {name: (p.nbytes, tuple(p.shape)) for name, p in model.named_parameters()}
         self.weights = weights_of(tensors, getattr(model.config, "num_experts_per_tok", None) or 0)
 
@@ -353,7 +384,7 @@ class LlamaRunner(Runner):
         super().__init__(*options)
         file = GgufFile(Path(path))
         require_checksums(file.path.parent)
-        self._runtime = Runtime(path, self._threads)
+        self._runtime = LlamaCppRuntime(path, self._threads)
         tensors = {
             name: (int(tensor.n_bytes), tuple(int(size) for size in reversed(tensor.shape)))
             for name, tensor in file.tensors.items()

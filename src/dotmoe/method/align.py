@@ -52,9 +52,11 @@ class LearnedAssignment:
         assignment: AssignmentConfig,
         prefix: str,
     ) -> None:
-        first, self.ranks = split.first_dense_layers, mesh(dense.device)
+        first = split.first_dense_layers
+        self.ranks = mesh(dense.device)
         self.initial, self.config, self.assignment = initial, config, assignment
-        self.capacity, self.prefix = split.capacity, prefix
+        self.capacity = split.capacity
+        self.prefix = prefix
         affinity_LNE, router_LED = initial.affinity_LNE[first:], initial.router_LED[first:]
         self.affinity_LNE = nn.Parameter(divided(affinity_LNE, self.ranks), config.learn_assignment)
         is_native = config.router_dtype == "model"
@@ -98,7 +100,8 @@ class LearnedAssignment:
 
     def plan(self, tau: float) -> TransportPlan:
         """Solve the soft plan of this rank's layers."""
-        start_lE, affinity_lNE = local_part(self.potential_LE) / tau, local_part(self.affinity_LNE)
+        start_lE = local_part(self.potential_LE) / tau
+        affinity_lNE = local_part(self.affinity_LNE)
         plan = assignment_plan(self.assignment, affinity_lNE, self.capacity, tau, start_lE)
         self.potential_LE = self._divided(plan.potential.detach().double() * tau)
         return plan
@@ -122,7 +125,8 @@ class LearnedAssignment:
         with torch.profiler.record_function("assignment solve"):
             plan = self.plan(tau)
         with torch.profiler.record_function("rounding"):
-            before, assigned = masking.expert_of_neuron_LN, self.rounded(plan)
+            before = masking.expert_of_neuron_LN
+            assigned = self.rounded(plan)
         masking.expert_of_neuron_LN = assigned
         # Masks do not read the plan, they only give its gradient: one zero stands for all entries.
         zeros_LNE = torch.zeros((), device=assigned.device).expand(self.affinity_LNE.shape)
@@ -154,7 +158,8 @@ class LearnedAssignment:
 
     def learned(self) -> AlignState:
         """The current state; leading dense layers as at the start. Every rank must call it."""
-        initial, first = self.initial, self.masking.first_layer
+        initial = self.initial
+        first = self.masking.first_layer
         self._round_routers()
         affinity_LNE = full_tensor(self.affinity_LNE.detach())
         router_LED = full_tensor(self.router_LED.detach())
@@ -252,7 +257,8 @@ class Alignment(Objective):
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Solve and round the plans of a step, set the masks from them, and return metrics."""
-        tau, metrics = self.tau(step, self.schedule.warmup_steps), dict[str, Tensor]()
+        tau = self.tau(step, self.schedule.warmup_steps)
+        metrics = dict[str, Tensor]()
         for part in self.parts:
             metrics |= part.begin(tau)
         return metrics | {"tau": torch.tensor(tau, device=self.dense.device)} if metrics else {}

@@ -77,7 +77,8 @@ def calibrate(
     if config.start == "random":
         affinity_LNE, router_LED = at_random(generator_for(seed, split.target), widths.layers)
     else:
-        starts, tokens_BT = [], blocks.drawn(config.tokens(widths.model))
+        starts = []
+        tokens_BT = blocks.drawn(config.tokens(widths.model))
         for index, (x_TD, energy) in enumerate(block_inputs(dense, tokens_BT, split.target)):
             starts.append(from_data(index, x_TD, energy()))
             on_progress(index + 1, widths.layers)
@@ -97,15 +98,19 @@ def pruning_errors(dense: DenseModel, tokens_BT: Tensor, share: float) -> Float[
     the layer, at most 1, the mean over tokens. If the model is sharded, every rank must call this.
     """
     factor = dense.traits.multipliers.residual
-    errors, inputs, stream = list[Tensor](), list[Tensor](), Stream(dense, tokens_BT)
+    stream = Stream(dense, tokens_BT)
+    inputs = list[Tensor]()
+    errors = list[Tensor]()
     for index, layer in enumerate(dense.family.layers(dense.model)):
         inputs.clear()
         block = dense.family.block(layer, TARGETS["ffn"])
         with input_hooks({0: block}, lambda _, x: inputs.append(x)):
             stream.advance(index)
         with whole_weights(dense, index):
-            ffn, x_TD = dense.family.ffn(layer), torch.cat([x.flatten(0, -2) for x in inputs])
-            hidden_TN, down_DN = ffn.hidden(x_TD).float(), ffn.down.weight.float()
+            ffn = dense.family.ffn(layer)
+            x_TD = torch.cat([x.flatten(0, -2) for x in inputs])
+            hidden_TN = ffn.hidden(x_TD).float()
+            down_DN = ffn.down.weight.float()
             energy_N = (hidden_TN.square().mean(0) * down_DN.square().sum(0)).cpu()
             norm = dense.family.norm_after(layer, TARGETS["ffn"])
             added_TD = norm(F.linear(hidden_TN, down_DN))
@@ -138,7 +143,8 @@ def block_inputs(
     given, the next layer reads what this layer computes within `converted(index)`, which is entered
     after the layer's input is yielded. If the model is sharded, every rank must call this.
     """
-    stream, part = Stream(dense, tokens_BT), TARGETS[target]
+    stream = Stream(dense, tokens_BT)
+    part = TARGETS[target]
     for index, layer in enumerate(dense.family.layers(dense.model)):
         inputs, heads = list[Tensor](), list[Tensor]()  # of the text's parts, in order
         places = {0: dense.family.block(layer, part)}

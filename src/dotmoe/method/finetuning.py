@@ -65,8 +65,10 @@ class Student(nn.Module):
         """
         super().__init__()
         dense.require("meta")
-        device, dtype = torch.device(ranks.device_type), next(dense.model.parameters()).dtype
-        tensors, stored = Tensors.of(dense), {name for name, _ in dense.model.named_parameters()}
+        device = torch.device(ranks.device_type)
+        dtype = next(dense.model.parameters()).dtype
+        tensors = Tensors.of(dense)
+        stored = {name for name, _ in dense.model.named_parameters()}
         tensors.require_model(dense.model)
         compute_constants(dense.model, device)
         self.routing = Routing(
@@ -94,12 +96,7 @@ class Student(nn.Module):
             ffn.router.requires_grad_(config.lr_router != 0)
         if is_divided:
             self._divide(ranks, dtype, offload=config.offload)
-        home = torch.device("cpu") if config.offload else device
-        rest = None if config.offload else device  # FSDP2 has put these in their places
-        # Like nn.Module.to_empty, which would empty buffers and routers, too.
-        self._apply(  # type: ignore[no-untyped-call]
-            lambda each: torch.empty_like(each, device=home) if each.is_meta else each.to(rest)
-        )
+        self._allocate(device, offload=config.offload)
         model.tie_weights()
         with torch.no_grad():
             self._read(tensors, stored, layout)
@@ -138,6 +135,15 @@ class Student(nn.Module):
             if isinstance(module, FSDPModule):  # ranks have parts of a batch: sum, not mean
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
+
+    def _allocate(self, device: torch.device, *, offload: bool) -> None:
+        """Give storage to weights that have none; the others move to the device."""
+        home = torch.device("cpu") if offload else device
+        rest = None if offload else device  # FSDP2 has put these in their places
+        # Like nn.Module.to_empty, which would empty buffers and routers, too.
+        self._apply(  # type: ignore[no-untyped-call]
+            lambda each: torch.empty_like(each, device=home) if each.is_meta else each.to(rest)
+        )
 
     def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
         """Read this rank's rows, and FFN projections whole, since any neuron may be among them."""
@@ -213,7 +219,8 @@ class Finetuning(Objective):
         trained = self.model.trained().items()
         routers = [(name, p) for name, p in trained if ".router." in name]
         weights = [(name, p) for name, p in trained if ".router." not in name]
-        rate, of_routers = self.config.lr or self._rate(), self.config.lr_router
+        rate = self.config.lr or self._rate()
+        of_routers = self.config.lr_router
         groups = [
             {"params": routers, "lr": rate if of_routers is None else of_routers},
             {"params": weights, "lr": rate},
@@ -245,7 +252,8 @@ def computed_in(
     dense: DenseModel, config: FinetuneConfig, load: LoadConfig
 ) -> tuple[torch.dtype, bool]:
     """The dtype that a finetuning computes in, and whether its ranks shard the weights."""
-    device, stored = resolved_device(load.device), Tensors.of(dense).dtype
+    device = resolved_device(load.device)
+    stored = Tensors.of(dense).dtype
     dtype = dtype_for(dense, load, device)
     # Weight, gradient and two moments in float32 are 16 bytes per trained parameter.
     bytes_each = 16 if config.train != "lora" else stored.itemsize

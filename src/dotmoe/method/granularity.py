@@ -14,12 +14,14 @@ from dotmoe.common.errors import UserError
 from dotmoe.method.config import PAPER_ACTIVE, ExpertsConfig
 
 PAPER_EXPERT_SIZE = 128
-"""Neurons in one expert (tab:hyperparams_moefication)."""
+"""Neurons in one expert of the paper (tab:hyperparams_moefication)."""
+PAPER_HEADS = 2
+"""Query heads in one expert of the paper's attention (sec:attention_moe)."""
+PAPER_ACTIVE_ATTENTION = 0.5
+"""Share of these that run (tab:attention_moe_results)."""
 DEFAULT_ACTIVE = 0.75
 """Share of the experts that run by default, half of them always: a chat model of 0.5B parameters
 solves two thirds of its programs with it, and far fewer with half (docs/dev/decisions.md)."""
-PAPER_HEADS, PAPER_ACTIVE_ATTENTION = 2, 0.5
-"""The same for experts of query heads (sec:attention_moe, tab:attention_moe_results)."""
 FEWEST_DEFAULT_EXPERTS = (32, 16)
 """Minimum number of experts of the default split, since few leave the router little choice; the
 second where the first leaves no size that is a multiple of 4."""

@@ -132,7 +132,8 @@ def splits_in(layouts: Layouts) -> Splits:
 
 def save_layouts(layouts: Layouts, folder: Path) -> None:
     """Write the file `LAYOUT` of a stage's folder."""
-    tensors, metadata = {}, {"format": "dotmoe-layout-1"}
+    tensors = {}
+    metadata = {"format": "dotmoe-layout-1"}
     for each in layouts:
         expert_of_neuron = each.expert_of_neuron_LN.to(torch.int32)
         tensors[in_file(each.target, "expert_of_neuron")] = expert_of_neuron

@@ -101,13 +101,16 @@ def masked(
     dense: DenseModel, maskings: Iterable[Masking], only: Container[int] | None = None
 ) -> AbstractContextManager[None]:
     """Within this context, `maskings` apply to the split layers of the model, or `only` to some."""
-    family, forwards = dense.family, dict[nn.Module, Callable[..., Any]]()
+    family = dense.family
+    forwards = dict[nn.Module, Callable[..., Any]]()
     for masking in maskings:
-        target, first = TARGETS[masking.target], masking.first_layer
+        target = TARGETS[masking.target]
+        first = masking.first_layer
         for index, layer in enumerate(family.layers(dense.model)):
             if index < first or (only is not None and index not in only):
                 continue
-            block, how = family.block(layer, target), (masking, index - first)
+            block = family.block(layer, target)
+            how = (masking, index - first)
             if target.name == "attention":
                 output = family.output(layer, target)
                 forward = partial(masked_attention, block.forward, output, *how)
@@ -174,7 +177,8 @@ class _MaskedActivation(torch.autograd.Function):
     ) -> Tensor:
         routing = routing_TE.to(gate.dtype)
         ctx.save_for_backward(gate, up, routing, expert_of)
-        ctx.dtypes, ctx.activation = (routing_TE.dtype, getattr(plan, "dtype", None)), activation
+        ctx.dtypes = (routing_TE.dtype, getattr(plan, "dtype", None))
+        ctx.activation = activation
         return activation.apply(gate).mul_(up).mul_(routing.index_select(1, expert_of))
 
     @staticmethod

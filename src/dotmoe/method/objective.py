@@ -69,8 +69,11 @@ class Objective:
         teacher: Teacher,
         seed: int,
     ) -> None:
-        self.dense, self.blocks, self.teacher = dense, blocks, teacher
-        self.config, self.seed = config, seed
+        self.dense = dense
+        self.blocks = blocks
+        self.teacher = teacher
+        self.config = config
+        self.seed = seed
         self.schedule = config.schedule(blocks.num_blocks)
         if self.schedule.steps < config.steps:
             logger.warning(
@@ -123,7 +126,8 @@ class Objective:
         This is the one place that says what is learned. The teacher does not run if there is
         nothing to learn from it, because `kl_weight` is 0.
         """
-        config, taught = self.config, None
+        config = self.config
+        taught = None
         if config.kl_weight > 0:
             with torch.profiler.record_function("dense forward"), torch.no_grad():
                 taught = self.teacher(tokens_BT)

@@ -44,7 +44,8 @@ class SparseFFN(nn.Module):
         self.shared_M = nn.Buffer(layout.shared_neurons(layer).to(device), persistent=False)
         self.num_neurons = weights_of_dense.shape[0]
         """Those of the dense FFN, also the dropped ones, which are in no expert."""
-        self.routing, self.activation = routing, dense.activation
+        self.routing = routing
+        self.activation = dense.activation
         self.router = Router(layout.router_LED[layer].to(device), routing)
         rows = [w.detach() for w in (dense.gate.weight, dense.up.weight, dense.down.weight.T)]
         self.gate_ESD, self.up_ESD, self.down_ESD = (
@@ -95,7 +96,8 @@ class SparseFFN(nn.Module):
 
 def make_sparse(dense: DenseModel, layout: ExpertLayout, routing: Routing) -> list[SparseFFN]:
     """Replace every split FFN of `dense.model` for good; return the new FFNs in layer order."""
-    layers, ffns = dense.family.layers(dense.model), list[SparseFFN]()
+    layers = dense.family.layers(dense.model)
+    ffns = list[SparseFFN]()
     for index in layout.moe_layers:
         ffns.append(SparseFFN(dense.family.ffn(layers[index]), layout, index, routing))
         setattr(layers[index], dense.family.own_name("mlp"), ffns[-1])
@@ -197,7 +199,8 @@ def _grouped(rows_RA: Tensor, weight_EAB: Tensor, counts_E: Tensor) -> Tensor:
     if runs_grouped(rows_RA.dtype, *weight_EAB.shape[1:]):
         if weight_EAB.requires_grad:
             # On Blackwell the gradient of a group without rows is not zero: pytorch issue 172439.
-            weight_EAB, empty_E11 = weight_EAB.view_as(weight_EAB), (counts_E == 0)[:, None, None]
+            weight_EAB = weight_EAB.view_as(weight_EAB)
+            empty_E11 = (counts_E == 0)[:, None, None]
             weight_EAB.register_hook(  # type: ignore[no-untyped-call]
                 lambda grad_EAB: grad_EAB.masked_fill(empty_E11, 0.0)
             )

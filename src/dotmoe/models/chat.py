@@ -89,13 +89,33 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], *, before_answer: boo
         raise UserError(
             "the model has no chat template. Ask a model that answers, or give plain text."
         )
+    return by_template(
+        tokenizer,
+        messages,
+        refusal="the messages do not suit",
+        remedy="Change or remove them, or mend chat_template.jinja.",
+        before_answer=before_answer,
+    )
+
+
+def by_template(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    refusal: str,
+    remedy: str,
+    before_answer: bool = False,
+) -> str:
+    """What a chat template writes; with `before_answer` also what opens the model's answer.
+
+    Raises `UserError` if the template refuses the messages: `refusal` begins it, `remedy` ends it.
+    """
     try:
         text: str = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=before_answer, tokenize=False
         )
     except Exception as error:  # templates raise what they like
         raise UserError(
-            f"the messages do not suit the model's chat template ({one_line(error)[:160]}). "
-            "Change or remove them, or mend chat_template.jinja."
+            f"{refusal} the model's chat template ({one_line(error)[:160]}). {remedy}"
         ) from error
     return text

@@ -54,11 +54,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Map tensor names to safetensors files, from their headers; refuses a damaged file."""
-    single, index = folder / "model.safetensors", folder / INDEX
+    single = folder / "model.safetensors"
+    index = folder / INDEX
     _require_one_of(folder, single, index)
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
-    shard_of, held_in = _weight_map(index), dict[str, list[Path]]()
+    shard_of = _weight_map(index)
+    held_in = dict[str, list[Path]]()
     for shard in sorted(set(shard_of.values())):
         for name in _tensor_names(folder / shard):
             held_in.setdefault(name, []).append(folder / shard)
@@ -272,8 +274,9 @@ class Tensors:
         config, family, folder = dense.config, dense.family, dense.folder
         tied = bool(config.tie_word_embeddings)
         tensors = cls(folder, tied=tied, part_of=lambda name: family.stored(config, name))
-        for path in dense.changes.glob(f"*/{CHANGED}") if dense.changes else ():
-            tensors._place |= {name: (path, name) for name in _tensor_names(path)}
+        if dense.changes is not None:
+            for path in dense.changes.glob(f"*/{CHANGED}"):
+                tensors._place |= {name: (path, name) for name in _tensor_names(path)}
         if not tied and EMBEDDING in tensors.names and HEAD not in tensors.names:
             raise UserError(
                 f"{folder} holds no {HEAD}, and its config.json does not tie the head to the "
@@ -313,7 +316,8 @@ class Tensors:
 
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU, in the dtype that it is stored in."""
-        stored, rows = self.stored_name(name), self._part_of(name).rows
+        stored = self.stored_name(name)
+        rows = self._part_of(name).rows
         if self._last is None or self._last[0] != stored:
             self._last = None  # free the old tensor before the new one is read
             path, key = self._place[stored]

@@ -15,27 +15,55 @@ ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 _NAMES = {"rope_type", "type"}
 _LISTS = {"short_factor", "long_factor", "mrope_section"}
 _NUMBERS = {
-    *("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
-    *("low_freq_factor", "high_freq_factor", "max_position_embeddings", "alpha"),
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "max_position_embeddings",
+    "alpha",
 }
 _MAY_BE_ZERO = {"llama_4_scaling_beta", "mscale", "mscale_all_dim"}
 _WITH_DEFAULT = {
-    *("attention_factor", "beta_fast", "beta_slow", "short_mscale", "long_mscale"),
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "short_mscale",
+    "long_mscale",
     *_MAY_BE_ZERO,
 }
 """Numbers that may be null: Transformers has defaults."""
 _FLAGS = {"truncate", "finetuned", "mrope_interleaved"}
+_ONLY_NULL: tuple[Any, ...] = (None,)
+_ONLY_ONE: tuple[Any, ...] = (None, 1)
+_ONLY_ON: tuple[Any, ...] = (None, True)
 _ONLY_OFF: tuple[Any, ...] = (None, False, 0, "", [])
-UNREAD: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "scale_emb"), (None, 1)),
-    **dict.fromkeys(("logits_scaling", "logit_scale", "lm_head_multiplier"), (None, 1)),
-    **dict.fromkeys(("rotary_pct", "rotary_percent"), (None, 1)),
-    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "clip_qkv"), (None,)),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _ONLY_OFF),
-    **dict.fromkeys(("use_qk_norm", "qk_layernorm", "qk_norm"), _ONLY_OFF),
-    **dict.fromkeys(("parallel_attn", "use_parallel_residual", "alibi", "use_alibi"), _ONLY_OFF),
-    **dict.fromkeys(("use_mrope", "rope_interleaved", "no_rope_layers"), _ONLY_OFF),
-    **dict.fromkeys(("is_causal",), (None, True)),
+UNREAD = {
+    "embedding_multiplier": _ONLY_ONE,
+    "residual_multiplier": _ONLY_ONE,
+    "scale_emb": _ONLY_ONE,
+    "logits_scaling": _ONLY_ONE,
+    "logit_scale": _ONLY_ONE,
+    "lm_head_multiplier": _ONLY_ONE,
+    "rotary_pct": _ONLY_ONE,
+    "rotary_percent": _ONLY_ONE,
+    "attention_multiplier": _ONLY_NULL,
+    "query_pre_attn_scalar": _ONLY_NULL,
+    "clip_qkv": _ONLY_NULL,
+    "attn_logit_softcapping": _ONLY_OFF,
+    "final_logit_softcapping": _ONLY_OFF,
+    "use_qk_norm": _ONLY_OFF,
+    "qk_layernorm": _ONLY_OFF,
+    "qk_norm": _ONLY_OFF,
+    "parallel_attn": _ONLY_OFF,
+    "use_parallel_residual": _ONLY_OFF,
+    "alibi": _ONLY_OFF,
+    "use_alibi": _ONLY_OFF,
+    "use_mrope": _ONLY_OFF,
+    "rope_interleaved": _ONLY_OFF,
+    "no_rope_layers": _ONLY_OFF,
+    "is_causal": _ONLY_ON,
 }
 """Keys that change what a decoder computes where its class reads them, and values that do not."""
 _NORM_EPS = ("norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rms_norm_epsilon")
@@ -60,7 +88,8 @@ def require_rope_numbers(plain: Values, path: Path) -> None:
         for key, value in rope.items():
             if key not in _NAMES:
                 _require_value(key, value, f"{name}.{key}", path)
-        low, high = rope.get("low_freq_factor", 0), rope.get("high_freq_factor", math.inf)
+        low = rope.get("low_freq_factor", 0)
+        high = rope.get("high_freq_factor", math.inf)
         if low >= high:
             raise UserError(
                 f"{name}.low_freq_factor in {path} is {low}, but it must be below "
@@ -186,7 +215,8 @@ def require_read(plain: Values, config: Any, rotated: float, path: Path) -> None
     if isinstance(share, int | float) and abs(share - rotated) > 0.01:
         ignored["partial_rotary_factor"] = share
     _require_factors(config, rotated, path)
-    for key, value in ignored.items():
+    if ignored:
+        key, value = next(iter(ignored.items()))
         raise UserError(
             f"{key} in {path} is {value!r}, but {config.model_type} in Transformers does not read "
             "it. Delete it if the model was not trained with it, or correct model_type."

@@ -9,7 +9,6 @@ import os.path
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
@@ -101,14 +100,11 @@ class Family:
     def traits(self, model: nn.Module) -> DecoderTraits:
         """Features of a stock model's decoder outside its FFNs; weights are not read."""
         config: Any = model.config
-        layers, width = self.layers(model), head_dim(config)
+        layers = self.layers(model)
+        width = head_dim(config)
         attending = (layer for layer in layers if getattr(layer, "self_attn", None))
         layer = next(attending, layers[0])  # of Qwen3.5 most have linear attention
         shapes = {name: weight.shape for name, weight in layer.named_parameters()}
-        norm = shapes.get("self_attn.q_norm.weight")
-        qk_norm: Literal["none", "head", "full"] = "none"
-        if norm:
-            qk_norm = "head" if norm == (width,) else "full"
         # Up to the window, full and sliding attention compute the same.
         kinds = declared(config, "layer_types") or ("sliding_attention",)
         window = declared(config, "sliding_window")
@@ -117,17 +113,20 @@ class Family:
         frequencies = getattr(rotary, "inv_freq", None)
         # Granite 4 may have no positions and layers without attention.
         is_usual = rotary is not None and {"full_attention", "sliding_attention"}.issuperset(kinds)
-        rope, first_context = rope_of(config), "original_max_position_embeddings"
+        rope = rope_of(config)
+        scaled_from = None
+        if rope.get("llama_4_scaling_beta"):
+            scaled_from = rope["original_max_position_embeddings"]
         return DecoderTraits(
             head_dim=width,
             qkv_bias="self_attn.q_proj.bias" in shapes,
             output_bias="self_attn.o_proj.bias" in shapes,
-            qk_norm=qk_norm,
+            qk_norm=_qk_norm_of(shapes.get("self_attn.q_norm.weight"), width),
             has_own_decoder=self.has_own_decoder or not is_usual,
             norms_after=hasattr(layer, self.ffn_norm_after),
             sliding_window=window if "sliding_attention" in kinds else None,
             all_slide="full_attention" not in kinds,
-            scaled_from=rope[first_context] if rope.get("llama_4_scaling_beta") else None,
+            scaled_from=scaled_from,
             activation=ACTIVATIONS[activation_name(config)].name,
             rotated=1.0 if frequencies is None else 2 * len(frequencies) / width,
             multipliers=Multipliers(
@@ -146,15 +145,17 @@ class Family:
         """The three projections of one layer's FFN, and the activation function."""
         mlp: Any = self.block(layer, TARGETS["ffn"])
         down = self.output(layer, TARGETS["ffn"])
-        kinds = {type(ACT2FN[name]): activation for name, activation in ACTIVATIONS.items()}
-        found = (kinds[type(part)] for part in mlp.children() if type(part) in kinds)
-        activation, width = next(found, SILU), down.weight.shape[1]  # LFM2 has SiLU as a function
+        activation = _activation_of(mlp)
         for name, parts in self.fused.items():
-            if "gate_proj" in parts:
-                fused = getattr(mlp, name)
-                gate, up = Rows(fused, slice(0, width)), Rows(fused, slice(width, 2 * width))
-                return GatedFFN(gate, up, down, activation)
-        gate, up = (getattr(mlp, self.own_name(f"{part}_proj")) for part in ("gate", "up"))
+            if "gate_proj" not in parts:
+                continue
+            fused = getattr(mlp, name)
+            width = down.weight.shape[1]
+            gate_rows = slice(0, width)
+            up_rows = slice(width, 2 * width)
+            return GatedFFN(Rows(fused, gate_rows), Rows(fused, up_rows), down, activation)
+        gate = getattr(mlp, self.own_name("gate_proj"))
+        up = getattr(mlp, self.own_name("up_proj"))
         return GatedFFN(gate, up, down, activation)
 
     def own_name(self, name: str) -> str:
@@ -186,7 +187,8 @@ class Family:
 
     def names(self, layer: nn.Module) -> list[str]:
         """Names of a decoder layer's tensors in LLaMA's form, within the layer."""
-        found, plain = list[str](), {own: name for name, own in self.renamed.items()}
+        plain = {own: name for name, own in self.renamed.items()}
+        found = list[str]()
         for own, _ in layer.named_parameters():
             name = ".".join(plain.get(part, part) for part in own.split("."))
             block, _, rest = name.partition(".")
@@ -197,30 +199,68 @@ class Family:
 
     def stored(self, config: Any, name: str) -> TensorPart:
         """Where this family's checkpoints store the tensor that has `name` in LLaMA's form."""
-        of_head, of_ffn = head_dim(config), config.intermediate_size
-        queries, keys = config.num_attention_heads * of_head, config.num_key_value_heads * of_head
-        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        queries = config.num_attention_heads * head_dim(config)
+        keys = config.num_key_value_heads * head_dim(config)
+        neurons = config.intermediate_size
+        rows = {
+            "q_proj": queries,
+            "k_proj": keys,
+            "v_proj": keys,
+            "gate_proj": neurons,
+            "up_proj": neurons,
+        }
         for fused, parts in self.fused.items():
-            ends = list(accumulate((rows.get(part, of_ffn) for part in parts), initial=0))
-            for part, *span in zip(parts, ends, ends[1:], strict=False):
+            end = 0
+            for part in parts:
+                start = end
+                end = start + rows[part]
                 if f".{part}." in name:
                     own = self.own_name(name.replace(part, fused))
-                    return TensorPart(own, (span[0], span[1]))
+                    return TensorPart(own, (start, end))
         return TensorPart(self.own_name(name))
 
 
+def _qk_norm_of(norm_shape: torch.Size | None, head_width: int) -> Literal["none", "head", "full"]:
+    """What the norms of queries and keys see: one head, all heads, or there are none."""
+    if not norm_shape:
+        return "none"
+    return "head" if norm_shape == (head_width,) else "full"
+
+
+def _activation_of(mlp: nn.Module) -> Activation:
+    """The activation function among an FFN's modules; LFM2, which has none, calls SiLU."""
+    kinds = {type(ACT2FN[name]): activation for name, activation in ACTIVATIONS.items()}
+    for part in mlp.children():
+        if type(part) in kinds:
+            return kinds[type(part)]
+    return SILU
+
+
+_PLAIN = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "granite",
+    "olmo2",
+    "internlm3",
+    "iquestcoder",
+    "seed_oss",
+    "cwm",
+    "ministral",
+    "ministral3",
+)
+"""Model types whose decoder is one that traits describe, with LLaMA's names and nothing fused."""
+_WITH_OWN_DECODER = ("smollm3", "olmo3", "exaone4", "cohere2", "hunyuan_v1_dense", "ernie4_5")
+"""The same with a decoder that traits do not describe."""
+_WITH_NORM_OFFSET = ("gemma", "gemma2", "gemma3_text", "qwen3_5_text")
+"""The same with such a decoder, and norms that add 1 to their weights."""
 _GATE_UP = ("gate_proj", "up_proj")
 FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2"), Family()),
-    **dict.fromkeys(("internlm3", "iquestcoder", "seed_oss", "cwm"), Family()),
-    **dict.fromkeys(("ministral", "ministral3"), Family()),
+    **dict.fromkeys(_PLAIN, Family()),
     "phi3": Family(fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": _GATE_UP}),
-    **dict.fromkeys(("smollm3", "olmo3", "exaone4", "cohere2"), Family(has_own_decoder=True)),
-    **dict.fromkeys(("hunyuan_v1_dense", "ernie4_5"), Family(has_own_decoder=True)),
-    **dict.fromkeys(
-        ("gemma", "gemma2", "gemma3_text"), Family(has_own_decoder=True, norm_offset=1.0)
-    ),
-    "qwen3_5_text": Family(has_own_decoder=True, norm_offset=1.0),
+    **dict.fromkeys(_WITH_OWN_DECODER, Family(has_own_decoder=True)),
+    **dict.fromkeys(_WITH_NORM_OFFSET, Family(has_own_decoder=True, norm_offset=1.0)),
     "glm4": Family(
         has_own_decoder=True, fused={"gate_up_proj": _GATE_UP}, ffn_norm_after="post_mlp_layernorm"
     ),
@@ -281,23 +321,29 @@ def head_dim(config: Any) -> int:
 
 def family_of(config: Any) -> Family:
     """The family of a Hugging Face config; raises `UserError` if it cannot be converted."""
-    model_type = config.model_type
-    if model_type not in FAMILIES:
-        # A type that Transformers knows is no typing error: olmo3 is not meant to be olmo2.
-        meant = "" if model_type in CONFIG_MAPPING else nearest(model_type, FAMILIES)
-        raise UserError(
-            f"model_type is {model_type!r}, which dotmoe cannot convert: {_unknown_in(config)}. "
-            f"Families: {', '.join(FAMILIES)}.{meant}"
-        )
-    family = FAMILIES[model_type]
+    if config.model_type not in FAMILIES:
+        raise no_family(config)
+    family = FAMILIES[config.model_type]
     if refused := family.unsupported(config):
-        raise UserError(f"In this {model_type} config {refused}")
+        raise UserError(f"In this {config.model_type} config {refused}")
     return family
+
+
+def no_family(config: Any) -> UserError:
+    """The error for a config whose type is of no family, with the reason."""
+    model_type = config.model_type
+    # A type that Transformers knows is no typing error: olmo3 is not meant to be olmo2.
+    meant = "" if model_type in CONFIG_MAPPING else nearest(model_type, FAMILIES)
+    return UserError(
+        f"model_type is {model_type!r}, which dotmoe cannot convert: {_unknown_in(config)}. "
+        f"Families: {', '.join(FAMILIES)}.{meant}"
+    )
 
 
 def _unknown_in(config: Any) -> str:
     """What keeps a model whose type is of no family from being converted: one clause."""
-    kind, text = config.model_type, getattr(config, "text_config", None)
+    kind = config.model_type
+    text = getattr(config, "text_config", None)
     if isinstance(text, Mapping):
         inner = SimpleNamespace(**{"model_type": "unknown"} | dict(text))
         return f"it wraps a language model of type {inner.model_type!r}, and {_unknown_in(inner)}"

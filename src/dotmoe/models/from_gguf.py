@@ -216,7 +216,8 @@ def _tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """Transformers' tokenizer without the tokens it adds; splits text as the file specifies."""
     read = _read(AutoTokenizer, file)
     parts = json.loads(read.backend_tokenizer.to_str())
-    cut, rule = parts["pre_tokenizer"], file.metadata("tokenizer.ggml.pre") or "default"
+    cut = parts["pre_tokenizer"]
+    rule = file.metadata("tokenizer.ggml.pre") or "default"
     # Transformers keeps the rule of GPT-2 for those that it does not know.
     if file.metadata("tokenizer.ggml.model") == "gpt2" and cut["type"] == "ByteLevel":
         if rule in SPLIT_DIGITS:

@@ -37,7 +37,8 @@ class _Header:
     """Walks over the values of a header without keeping them."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at = data, len(_MAGIC)
+        self._data = data
+        self._at = len(_MAGIC)
         is_little = struct.unpack_from("<I", data, self._at)[0] & 0xFFFF
         self._order = "<" if is_little else ">"
 
@@ -84,10 +85,10 @@ class _Header:
         for _ in range(length):
             self._value(kind, key, depth + 1)
 
-    def _require(self, number: int, least_bytes: int, what: str) -> None:
+    def _require(self, count: int, least_bytes: int, what: str) -> None:
         left = len(self._data) - self._at
-        if number * least_bytes > left:
-            raise ValueError(f"it states {number:,} {what}, and {left:,} bytes follow")
+        if count * least_bytes > left:
+            raise ValueError(f"it states {count:,} {what}, and {left:,} bytes follow")
 
     def _number(self, form: str) -> int:
         size = struct.calcsize(form)

@@ -14,13 +14,20 @@ from dotmoe.models.family import head_dim, rope_of
 
 ANOTHER = "Name the model's own checkpoint folder."
 REQUIRED = {
-    *("context_length", "embedding_length", "block_count", "feed_forward_length"),
-    *("attention.head_count", "attention.layer_norm_rms_epsilon"),
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
 }
 """Keys without which llama.cpp does not run a file either."""
 HARMLESS = {
-    *("tensor_data_layout", "rope.scaling.type", "rope.scaling.finetuned"),
-    *("rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier"),
+    "tensor_data_layout",
+    "rope.scaling.type",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_log_multiplier",
 }
 """Keys that change nothing in a decoder without scaled rotary frequencies, which is checked."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
@@ -36,7 +43,8 @@ def require_meaning(path: Path, arch: str, stored: Mapping[str, Any], config: An
     if config.model_type == "lfm2":  # layers without attention have no heads
         stored["attention.head_count_kv"] = config.num_key_value_heads
     _require_present(path, arch, stored)
-    read, implied = _as_read(config), _implied(stored, config)
+    read = _as_read(config)
+    implied = _implied(stored, config)
     for key in sorted(stored.keys() - HARMLESS):
         if key not in read:
             raise UserError(
@@ -59,7 +67,8 @@ def require_meaning(path: Path, arch: str, stored: Mapping[str, Any], config: An
 
 def _require_scale(path: Path, config: Any) -> None:
     """Refuse a Gemma whose attention scores Transformers would scale otherwise."""
-    meant, read = _scale_of_gemma(config), config.query_pre_attn_scalar
+    meant = _scale_of_gemma(config)
+    read = config.query_pre_attn_scalar
     if not _is_same(meant, read):
         raise UserError(
             f"{path} is a {config.model_type} whose attention is scaled by 1 / sqrt({meant:g}), "
@@ -81,7 +90,8 @@ def _require_present(path: Path, arch: str, stored: Mapping[str, Any]) -> None:
 
 def _as_read(config: Any) -> dict[str, Any]:
     """The value of each key that would give this config."""
-    width, window = head_dim(config), getattr(config, "sliding_window", None)
+    width = head_dim(config)
+    window = getattr(config, "sliding_window", None)
     if window is not None and window >= config.max_position_embeddings:
         window = None
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)

@@ -62,10 +62,9 @@ def content_of(file: Path) -> str:
         return sha256_of(file)
     name = hashlib.sha256(os.fsencode(file)).hexdigest()
     entry = cache_folder() / "fingerprints" / f"{name}.json"
-    with suppress(UserError):
-        kept = read_json(entry)
-        if kept.get("state") == state:
-            return str(kept["sha256"])
+    kept = _kept_in(entry)
+    if kept.get("state") == state:
+        return str(kept["sha256"])
     sha256 = sha256_of(file)
     changed = max(state["content_ns"], state["inode_ns"])
     is_settled = time.time_ns() - changed > _SETTLED_NS and _state_of(file) == state
@@ -78,6 +77,14 @@ def content_of(file: Path) -> str:
 def cache_folder() -> Path:
     """The user's folder for what can be made again, `~/.cache/dotmoe`; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
+
+
+def _kept_in(entry: Path) -> Values:
+    """What `content_of` kept of a file; nothing if it kept nothing that can be read."""
+    try:
+        return read_json(entry)
+    except UserError:
+        return {}
 
 
 def _state_of(file: Path) -> Values:

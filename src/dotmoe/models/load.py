@@ -1,4 +1,4 @@
-"""Stage load: a folder, GGUF file or hub name -> `DenseModel`, frozen, with every weight checked.
+"""Loading: a folder, GGUF file or hub name -> `DenseModel`, frozen, with every weight checked.
 
 Under torchrun FSDP2 may shard the weights: each rank holds its rows of every tensor. A decoder
 layer, or the embedding, is gathered only while it runs; the head only by a call of `full_tensor`.
@@ -47,6 +47,7 @@ from dotmoe.models.family import (
     compute_constants,
     family_of,
     meta_model,
+    no_family,
     num_parameters,
     state_ffn_width,
 )
@@ -86,7 +87,8 @@ def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
             f"device is {config.device!r}, but under torchrun each rank takes a GPU of its own. "
             "Choose cuda or auto."
         )
-    dtype, ranks = dtype_for(dense, config, device), distributed.mesh(device)
+    dtype = dtype_for(dense, config, device)
+    ranks = distributed.mesh(device)
 
     def read() -> DenseModel:
         num_bytes = dtype.itemsize * num_parameters(dense.model)
@@ -188,12 +190,15 @@ def _described(source: str) -> DenseModel:
 def dense_config(source: str) -> tuple[Any, Path]:
     """The config of a checkpoint, and the local folder that contains it."""
     folder = checkpoint_folder(source, config_only=True)
-    path, plain = folder / "config.json", stored_config(folder)
+    path = folder / "config.json"
+    plain = stored_config(folder)
     model_type = str(plain["model_type"])
+    types = {model_type}
     text = plain.get("text_config")
-    types = {model_type, str(text.get("model_type")) if isinstance(text, dict) else ""}
-    if not types & FAMILIES.keys():  # Transformers may not know it
-        family_of(SimpleNamespace(**plain | {"model_type": model_type}))
+    if isinstance(text, dict):
+        types.add(str(text.get("model_type")))
+    if types.isdisjoint(FAMILIES):  # Transformers may not know it
+        raise no_family(SimpleNamespace(**plain | {"model_type": model_type}))
     if plain.get("quantization_config"):
         raise UserError(
             f"{path} has a quantization_config, but the weights must be plain numbers to be split "
@@ -233,7 +238,8 @@ def config_of(folder: Path) -> Any:
     installed. It builds no model with a pad token beyond the embedding, and with -1, as LLaMA has
     it, passes no gradient to the last row. Raises `UserError` for values that it cannot use.
     """
-    plain, path = stored_config(folder), folder / "config.json"
+    path = folder / "config.json"
+    plain = stored_config(folder)
     if plain.get("auto_map") and plain["model_type"] not in CONFIG_MAPPING:
         raise UserError(
             f"{path} names code of its own (auto_map), which dotmoe does not run, and Transformers "
@@ -253,15 +259,17 @@ def _read_config(folder: Path, plain: Values) -> Any:
     whole: Any = read_stock(AutoConfig, folder)
     config = whole.get_text_config(decoder=True)
     if config is not whole:
-        tied = plain.get("tie_word_embeddings")
-        config.tie_word_embeddings = config.tie_word_embeddings if tied is None else tied
+        is_tied = plain.get("tie_word_embeddings")
+        if is_tied is not None:
+            config.tie_word_embeddings = is_tied
         config.dtype = config.dtype or whole.dtype
         with suppress(UserError):  # there may be no weights beside the config
             if HEAD in plain_names(tensor_files(folder)).values():
                 config.tie_word_embeddings = False
     state_ffn_width(config)
     config._attn_implementation = None
-    pad, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    pad = getattr(config, "pad_token_id", None)
+    rows = getattr(config, "vocab_size", None)
     if isinstance(pad, int) and isinstance(rows, int) and not 0 <= pad < rows:
         config.pad_token_id = None
     return config
@@ -353,9 +361,11 @@ def read_weights(
     In shards each rank reads its own rows. Raises `UserError` for a tensor that is missing or of
     another shape.
     """
-    model, tensors = meta_model(dense.config, dtype), Tensors.of(dense)
+    model = meta_model(dense.config, dtype)
+    tensors = Tensors.of(dense)
     tensors.require_model(model)
-    trunk, head = model.get_submodule("model"), model.get_submodule("lm_head")
+    trunk = model.get_submodule("model")
+    head = model.get_submodule("lm_head")
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     matrix: Tensor = model.get_parameter("lm_head.weight")
     is_tied = matrix is embedding.weight

@@ -199,7 +199,10 @@ class _Part:
     def __init__(
         self, name: str, module: nn.Module, read: Read, folder: Path, error: type[UserError]
     ) -> None:
-        self._name, self._read, self._folder, self._error = name, read, folder, error
+        self._name = name
+        self._read = read
+        self._folder = folder
+        self._error = error
         self._is_filled = False
         self.holders = 0
         """Number of those who need the weights after the part has run."""

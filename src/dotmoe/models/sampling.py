@@ -132,8 +132,11 @@ class _Growing:
     def __init__(self, model: Any, rows: Sequence[_Row], how: Sampling, seed: int) -> None:
         self.rows = list(rows)
         prompts = [row.prompt for row in rows]
-        self._model, self._base, self._how = model, model.base_model, how
-        self._readout, self._head = readout_of(self._base.config), model.get_output_embeddings()
+        self._model = model
+        self._base = model.base_model
+        self._how = how
+        self._readout = readout_of(self._base.config)
+        self._head = model.get_output_embeddings()
         self._device = next(model.parameters()).device
         self._cache = DynamicCache(config=model.config)
         seeds = {row.number: _seed_of(seed, row.number) for row in rows}

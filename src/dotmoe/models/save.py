@@ -20,10 +20,13 @@ def write_weights(dense: DenseModel, out: Path) -> None:
     if is_rank_zero():
         begin_checkpoint(dense, out)
     # Not the config's dtype: Transformers sets that to the dtype in which it loaded the model.
-    dtype, num_files = Tensors.of(dense).dtype, len(dense.family.layers(dense.model)) + 1
-    weight_map, total = dict[str, str](), 0
+    dtype = Tensors.of(dense).dtype
+    num_files = len(dense.family.layers(dense.model)) + 1
+    weight_map = dict[str, str]()
+    total = 0
     for number, parts in enumerate(_by_layers(dense), 1):
-        file, tensors = f"model-{number:05d}-of-{num_files:05d}.safetensors", dict[str, Tensor]()
+        file = f"model-{number:05d}-of-{num_files:05d}.safetensors"
+        tensors = dict[str, Tensor]()
         for name, part in parts.items():
             whole = full_tensor(part)
             if is_rank_zero():
@@ -51,7 +54,8 @@ def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
     rest: dict[str, Tensor] = dict(dense.model.named_parameters())
     family = dense.family
     for index, layer in enumerate(family.layers(dense.model)):
-        prefix, ffn = f"model.layers.{index}.", family.block(layer, TARGETS["ffn"])
+        prefix = f"model.layers.{index}."
+        ffn = family.block(layer, TARGETS["ffn"])
         of_ffn = f"{prefix}{family.own_name('mlp')}."
         parts = {name: rest.pop(name) for name in list(rest) if name.startswith(prefix)}
         if dense_rows := getattr(ffn, "dense_rows", None):  # of an order of its own

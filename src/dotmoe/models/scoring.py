@@ -47,8 +47,10 @@ def loss_of(model: Any, tokens_BT: Tensor) -> float:
 
 def logits_in_parts(model: Any, hidden_TD: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Iterate over parts of a text and their logits in float32, at most `CHUNK_LOGITS` at once."""
-    config, head = model.base_model.config, model.get_output_embeddings()
-    rows, readout = max(1, CHUNK_LOGITS // int(config.vocab_size)), readout_of(config)
+    config = model.base_model.config
+    head = model.get_output_embeddings()
+    readout = readout_of(config)
+    rows = max(1, CHUNK_LOGITS // int(config.vocab_size))
     for start in range(0, len(hidden_TD), rows):
         part = slice(start, start + rows)
         yield part, readout.logits(head(hidden_TD[part]))

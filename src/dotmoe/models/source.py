@@ -2,13 +2,13 @@
 
 import os.path
 import re
-from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
-from dotmoe.common.errors import UserError, nearest, one_line
+from dotmoe.common.errors import UserError, nearest_beside, one_line
+from dotmoe.common.files import expanded
 from dotmoe.models.checkpoint import ADAPTER, GGUF, is_gguf, require_checkpoint
 
 EMBEDDED = "embedded"
@@ -29,8 +29,7 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     """
     if source == EMBEDDED:
         return Path(__file__).parent / "embedded"
-    # Methods of `Path` raise where there is no such user, or the name is too long for a file.
-    folder = Path(os.path.expanduser(source))
+    folder = expanded(source)
     if os.path.isdir(folder):
         return folder.resolve()
     if os.path.isfile(folder):
@@ -39,8 +38,7 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
         from dotmoe.models.from_gguf import gguf_checkpoint  # an optional package
 
         return gguf_checkpoint(folder, config_only=config_only)
-    beside = folder.parent.iterdir() if os.path.isdir(folder.parent) else ()
-    meant = nearest(str(folder), map(str, beside))
+    meant = nearest_beside(folder)
     if is_local(source):
         raise UserError(f"{source} does not exist.{meant} Name a checkpoint folder.")
     return _from_hub(source, meant, config_only=config_only)
@@ -69,10 +67,10 @@ def _from_hub(source: str, meant: str, *, config_only: bool) -> Path:
             f"Check the name and the network.{meant}"
         ) from error
     folder = Path(snapshot).resolve()
-    missing = "config.json" if config_only else "*.safetensors"
-    if not any(folder.glob(missing)):
+    wanted_file = "config.json" if config_only else "*.safetensors"
+    if not any(folder.glob(wanted_file)):
         raise UserError(
-            f"{source} in {folder} has no {missing}. Name a model with config.json and "
+            f"{source} in {folder} has no {wanted_file}. Name a model with config.json and "
             "*.safetensors (pickles are not read), or fetch it whole, with a network."
         )
     return folder
@@ -89,10 +87,11 @@ def _cached(name: str, revision: str) -> Path | None:
     if not isinstance(config, str):
         return None
     folder = Path(config).parent.resolve()
-    with suppress(UserError):
+    try:
         require_checkpoint(folder)
-        return folder
-    return None
+    except UserError:
+        return None
+    return folder
 
 
 def is_local(source: str) -> bool:

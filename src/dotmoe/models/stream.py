@@ -28,7 +28,8 @@ class Stream:
         num_rows, seq_len = tokens_BT.shape
         rows = max(1, TOKENS_AT_ONCE // seq_len)
         self.parts = parts or [slice(row, row + rows) for row in range(0, num_rows, rows)]
-        self._device, self._layers = dense.device, list(dense.family.layers(dense.model))
+        self._device = dense.device
+        self._layers = list(dense.family.layers(dense.model))
         self._arguments = _arguments(dense, tokens_BT[:1])
         embed: Any = dense.model.get_input_embeddings()  # type: ignore[operator]
         factor = dense.traits.multipliers.embedding

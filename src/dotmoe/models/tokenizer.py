@@ -107,8 +107,8 @@ def load_tokenizer(folder: Path, rows: int | None = None) -> Any:
             f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). {remedy}"
         ) from error
     beyond = [] if rows is None else _beyond(stock, rows, folder)
-    difference = _difference(stock, whole) if whole else None
-    if difference is None and not beyond:
+    text = _text_read_otherwise(stock, whole) if whole else None
+    if text is None and not beyond:
         return stock
     if beyond:
         logger.warning(
@@ -118,11 +118,11 @@ def load_tokenizer(folder: Path, rows: int | None = None) -> Any:
             beyond[0],
             rows,
         )
-    if difference is not None:
-        logger.warning("%s: %s", folder, _as_stands(stock, difference))
+    if text is not None:
+        logger.warning("%s: %s", folder, _difference_in_words(stock, text))
     parts = read_json(file) if whole else json.loads(stock.backend_tokenizer.to_str())
     tokenizer = from_parts(parts, stock, rows)
-    if whole and not beyond and _difference(tokenizer, whole) is not None:
+    if whole and not beyond and _text_read_otherwise(tokenizer, whole) is not None:
         raise UserError(
             f"Transformers {transformers_version} does not give the ids of {file}. Install another "
             "version, or copy the tokenizer again."
@@ -188,12 +188,13 @@ def tokenizer_notes(folder: Path) -> list[str]:
     """A sentence if `AutoTokenizer` does not give the ids of a folder's `tokenizer.json`."""
     if not (folder / WHOLE).is_file():
         return []
-    stock, whole = _stock(folder), Tokenizer.from_file(str(folder / WHOLE))
-    difference = _difference(stock, whole)
-    return [] if difference is None else [_as_stands(stock, difference)]
+    stock = _stock(folder)
+    text = _text_read_otherwise(stock, Tokenizer.from_file(str(folder / WHOLE)))
+    return [] if text is None else [_difference_in_words(stock, text)]
 
 
-def _as_stands(stock: Any, text: str) -> str:
+def _difference_in_words(stock: Any, text: str) -> str:
+    """What is wrong with the tokenizer that gives other ids for `text`, and which one is right."""
     return (
         f"{type(stock).__name__} of Transformers {transformers_version} does not give the ids of "
         f"{WHOLE} (for example for {text[:24]!r}); PreTrainedTokenizerFast does."
@@ -229,8 +230,8 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def _difference(tokenizer: Any, whole: Tokenizer) -> str | None:
-    """The first text for which a tokenizer does not give the ids of its file."""
+def _text_read_otherwise(tokenizer: Any, whole: Tokenizer) -> str | None:
+    """The first text for which a tokenizer does not give the ids of its file; None if it does."""
     whole.no_padding()
     whole.no_truncation()
     added = " b".join(["a", *map(str, whole.get_added_tokens_decoder().values()), ""])

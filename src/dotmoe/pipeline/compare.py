@@ -89,13 +89,14 @@ def _suitable_points(
 
 
 @contextmanager
-def _unless_it_fails(
+def _failure_is_listed(
     name: str, *, last: str, rows: list[Row], left_out: dict[str, str], progress: Progress
 ) -> Iterator[None]:
     """Within this context, a failure of the run is listed and said, and does not end the others.
 
-    It does end them if all runs to the `last` fail, or the first ones for the same reason; and if
-    a folder has a run with other options: the summary of the runs that are there then stays.
+    It does end them if all runs to the `last` fail, or the first ones for the same reason. It also
+    ends them if a folder has a run with other options: the summary of the runs that are there then
+    stays.
     """
     progress.log(f"{name}:")
     try:
@@ -104,10 +105,11 @@ def _unless_it_fails(
         raise
     except _FAILURES as error:
         why = str(error) if isinstance(error, UserError) else one_line(repr(error))
-        is_common = why in left_out.values() and not rows
+        none_succeeded = not rows
+        is_known = why in left_out.values()
         left_out[name] = why
         progress.log(f"{name} failed: {why}")
-        if is_common or (name == last and not rows):
+        if none_succeeded and (is_known or name == last):
             raise
 
 
@@ -120,15 +122,18 @@ def _measure(
     error if all fail, or if the first ones fail for the same reason.
     """
     require_one_process(f"dotmoe {config.command}")
-    rows, left_out, budget = list[Row](), dict[str, str](), budget_of(config, model)
+    rows = list[Row]()
+    left_out = dict[str, str]()
+    budget = budget_of(config, model)
+    dense = dict[str, Any]()
     runs = list(_suitable_points(config, points, model, progress))
     if not runs:
         raise UserError("no method fits the model, as said above. Name others with --methods.")
-    unless_it_fails = partial(
-        _unless_it_fails, last=runs[-1].name, rows=rows, left_out=left_out, progress=progress
+    failure_is_listed = partial(
+        _failure_is_listed, last=runs[-1].name, rows=rows, left_out=left_out, progress=progress
     )
     for point in runs:
-        with unless_it_fails(point.name):
+        with failure_is_listed(point.name):
             results = _made(point, progress)
             dense = results["dense"]
             if not rows:
@@ -138,7 +143,7 @@ def _measure(
                 rows.append(row)
                 if _is_finetuned(config, point.config, row):
                     tuned = f"{row.run}-finetuned"
-                    with unless_it_fails(tuned):
+                    with failure_is_listed(tuned):
                         rows.append(_finetune(config, row, tuned, progress))
     return {
         "origin": "measured",
@@ -193,15 +198,17 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
     if isinstance(config, PruneRunConfig):
         yield _pruned_row(point, config, results)
         return
-    exact, split = results.get("moe_own_router"), from_record(results["granularity"])[0]
+    exact = results.get("moe_own_router")
+    split = from_record(results["granularity"])[0]
     router: str = config.baseline.split_router
     if config.method == "dot_moe":
         router = "ridge" if config.calibrate.start == "data" else "random"
-    folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
+    folder = RunFolder(Path(config.out))
+    stages = ("calibrate", "align", "extract")
     read = text_tokens(config, results["steps"], model)
     frozen = Row(
         run=point.name,
-        value=point.value,
+        value=point.method,
         router=router if exact is None else "own, linear",
         trained=_trained(config) or "nothing",
         weights="frozen",
@@ -239,7 +246,7 @@ def _pruned_row(point: Point, config: PruneRunConfig, results: dict[str, Any]) -
     found = results["pruning"]
     return Row(
         run=point.name,
-        value=point.value,
+        value=point.method,
         trained=_trained(config),
         parameters=found["parameters"],
         stored=found["stored"],
@@ -267,7 +274,8 @@ def _is_finetuned(config: CompareConfig, run: RunConfig | PruneRunConfig, row: R
 
 def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) -> Row:
     """The row of an export after finetuning, which runs unless it is already finished."""
-    settings, out = finetune_recipe(config.finetune_recipe), Path(config.out)
+    settings = finetune_recipe(config.finetune_recipe)
+    out = Path(config.out)
     run = replace(
         settings,
         run=str(out / row.run),

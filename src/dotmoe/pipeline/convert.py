@@ -72,8 +72,10 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 return run.conversion()
             fitted = _fitted(run)
         if run.is_rank_zero:
-            while not _is_finished(run, *fitted):  # with --keep, a larger share is next
+            keeps_enough = _export_and_measure(run, *fitted)
+            while not keeps_enough:  # with --keep, a larger share is next
                 fitted = _fitted(run)
+                keeps_enough = _export_and_measure(run, *fitted)
         return run.conversion()
 
 
@@ -105,10 +107,10 @@ def _fitted(run: Run) -> tuple[DenseModel, Baselines, dict[str, Any]]:
     return dense, extracted, metrics
 
 
-def _is_finished(
+def _export_and_measure(
     run: Run, dense: DenseModel, extracted: Baselines, metrics: dict[str, Any]
 ) -> bool:
-    """Export and measure; False if the export keeps less than the run is asked to keep."""
+    """Export and measure; whether the export keeps as much as the run is asked to keep."""
     layouts = tuple(each.layout for each in extracted)
     weights = run.trained("repair", dense) if run.config.repair else dense
     run.export(dense, weights, layouts)
@@ -163,7 +165,8 @@ def _with_dense_layers(run: Run, dense: DenseModel, splits: Splits) -> Splits:
     def make(folder: Path) -> dict[str, Any]:
         tokens_BT = run.text.training.drawn(OUTLIER_TOKENS)
         errors_L = pruning_errors(dense, tokens_BT, splits[0].active_fraction)
-        median, leading = float(errors_L.median()), leading_outliers(errors_L)
+        median = float(errors_L.median())
+        leading = leading_outliers(errors_L)
         times = ", ".join(f"{error / median:.1f}" for error in errors_L[: leading + 1].tolist())
         run.progress.log(
             f"first_dense_layers {leading}: pruned to the active share, the first layers lose "
@@ -189,13 +192,12 @@ def _calibrate(run: Run, dense: DenseModel, splits: Splits) -> States:
         if config.method != "dot_moe":
             made = _split_by_baseline(run, dense, splits)
             return tuple(baselines.state_of(each.layout, dense.device) for each in made)
-        how, seed = config.calibrate, config.seed
-        with run.progress.bar(f"calibrate ({how.start})") as update:
+        with run.progress.bar(f"calibrate ({config.calibrate.start})") as update:
             start = partial(
                 calibrate,
-                config=how,
+                config=config.calibrate,
                 assignment=config.assignment,
-                seed=seed,
+                seed=config.seed,
                 on_progress=update,
             )
             return tuple(start(dense, run.text.training, split) for split in splits)
@@ -211,12 +213,16 @@ def _align(run: Run, dense: DenseModel, splits: Splits, start: States) -> States
     def make(folder: Path) -> States:
         if not config.align.steps:
             return start
-        dtype, blocks = next(dense.model.parameters()).dtype, run.text.training
-        align_how = fitting_the_device(
-            run, dense, splits, config.align, (dtype, dense.weights == "shards")
+        how = fitting_the_device(
+            run,
+            dense,
+            splits,
+            config.align,
+            dtype=next(dense.model.parameters()).dtype,
+            sharded=dense.weights == "shards",
         )
-        how = align_how, config.assignment
-        task = Alignment(dense, blocks, start, splits, *how, seed=config.seed)
+        blocks = run.text.training
+        task = Alignment(dense, blocks, start, splits, how, config.assignment, seed=config.seed)
         with run.training_bar("align") as on_step:
             return align(task, folder, config.training, on_step)
 
@@ -230,12 +236,11 @@ def _extract(run: Run, dense: DenseModel, splits: Splits, states: States | None)
     def make(folder: Path) -> Baselines:
         if states is None:
             return _split_by_baseline(run, dense, splits)
-        pairs, how = zip(states, splits, strict=True), run.config.assignment
-        extracted = (Baseline(layout=extract(state, split, how)) for state, split in pairs)
-        return broadcast_from_rank_zero(lambda: tuple(extracted))
+        pairs = zip(states, splits, strict=True)
+        layouts = (extract(state, split, run.config.assignment) for state, split in pairs)
+        return broadcast_from_rank_zero(lambda: tuple(Baseline(layout=each) for each in layouts))
 
-    load, save = baselines.load_baselines, baselines.save_baselines
-    return run.stage("extract", load, make, save=save)
+    return run.stage("extract", baselines.load_baselines, make, save=baselines.save_baselines)
 
 
 def _split_by_baseline(run: Run, dense: DenseModel, splits: Splits) -> Baselines:

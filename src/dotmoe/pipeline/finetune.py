@@ -62,7 +62,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             raise_on_all_ranks(lambda: require_exportable(dense, splits, config.export))
             how = config.finetune
             run.answer(dense, how.steps * how.batch_size * config.data.seq_len)
-            run.tokenise(dense, 0, finetuned_run=source.text)
+            run.tokenise(dense, 0, text_of_run=source.text)
             layouts, blocks = _train(run, dense, source), run.text.training
             steps = config.finetune.schedule(blocks.num_blocks).steps
             tokens = steps * config.finetune.batch_size * blocks.seq_len
@@ -127,14 +127,16 @@ def _for_each_rank(config: FinetuneRunConfig) -> FinetuneRunConfig:
 
 def _train(run: Run, dense: DenseModel, source: FinishedRun) -> Layouts:
     """Run the finetune stage on a finished run; returns its layout with the trained routers."""
-    config, start, origin = run.config, dense, None
+    config = run.config
+    start, origin = dense, None
     (layout,) = source.layouts  # of FFNs: experts made of heads are refused
     if source.has_own_weights:
         start, origin = raise_on_all_ranks(source.described), dense
 
     def make(folder: Path) -> Layouts:
-        placed = computed_in(start, config.finetune, config.load)
-        how = fitting_the_device(run, start, (layout.granularity,), config.finetune, placed)
+        dtype, sharded = computed_in(start, config.finetune, config.load)
+        splits = (layout.granularity,)
+        how = fitting_the_device(run, start, splits, config.finetune, dtype=dtype, sharded=sharded)
         with run.training_bar(f"finetune ({config.finetune.train})") as on_step:
             trained = train(
                 start,

@@ -155,13 +155,13 @@ def _choose(run: Run, dense: DenseModel, folder: Path) -> Values:
 def _smallest(run: Run, dense: DenseModel, candidates: list[int], folder: Path) -> int:
     """The smallest number of experts of which a trial keeps enough, by bisection."""
     wanted = run.config.experts.keep
-    taught = states_on(dense, run.own)
+    dense_states = states_on(dense, run.own)
 
     def kept(active: int) -> float:
         done = folder / f"{active}.json"
         if not done.is_file():
             work = folder / str(active)
-            write_json(done, _tried(run, dense, active, taught, work))
+            write_json(done, _tried(run, dense, active, dense_states, work))
             remove(work)
         trial = read_json(done)
         run.progress.log(
@@ -175,7 +175,8 @@ def _smallest(run: Run, dense: DenseModel, candidates: list[int], folder: Path) 
     if place < len(candidates):
         return candidates[place]
     largest = _records(folder)[-1]
-    share, most = largest["active_experts"] / largest["num_experts"], to_a_tenth(largest["kept"])
+    share = largest["active_experts"] / largest["num_experts"]
+    most = to_a_tenth(largest["kept"])
     raise UserError(
         f"keep is {wanted:g}, but no share below 100 % keeps so much: {percent(share)} of the "
         f"experts keep {most} of the top tokens. Lower keep in another folder (the answers are "
@@ -184,7 +185,7 @@ def _smallest(run: Run, dense: DenseModel, candidates: list[int], folder: Path) 
 
 
 def _tried(
-    run: Run, dense: DenseModel, active: int, taught: dict[str, DenseStates], folder: Path
+    run: Run, dense: DenseModel, active: int, dense_states: dict[str, DenseStates], folder: Path
 ) -> Values:
     """The record of a trial: a small conversion in memory, measured on held-out answers."""
     split = _split(run, dense, active)
@@ -196,7 +197,7 @@ def _tried(
         if run.config.repair:
             work.enter_context(_refitted(run, dense, layout, folder, update))
         work.enter_context(masked_by(dense, layout))
-        closeness = closeness_on(taught, dense.model, run.own, update)
+        closeness = closeness_on(dense_states, dense.model, run.own, update)
     return {
         "active_experts": active,
         "num_experts": _all_experts(split),
@@ -257,7 +258,9 @@ def _candidates(config: RunConfig, dense: DenseModel) -> list[int]:
     plain = replace(config.experts, keep=None, shared=0.0, first_dense_layers=0)
     dtype = export_dtype(dense, config.export)
     (whole,) = splits_for(config.method, replace(config, experts=plain), dense, dtype)
-    experts, found, refused = whole.num_experts, list[int](), list[UserError]()
+    experts = whole.num_experts
+    found = list[int]()
+    refused = list[UserError]()
     shares = {max(1, round(step * experts / _STEPS)) for step in range(1, _STEPS)}
     for active in sorted(shares - {experts}):
         try:

@@ -18,7 +18,7 @@ _OURS, _PAPERS = "dotmoe", "DOT-MoE (paper)"
 class Point(NamedTuple):
     """One run of a comparison: the name of its method, and its config."""
 
-    value: str
+    method: str
     config: RunConfig
 
     @property
@@ -29,7 +29,8 @@ class Point(NamedTuple):
 
 def points_of(config: CompareConfig, read: int | None = None) -> list[Point]:
     """The runs of a comparison, in the order of its table; pruning methods `read` these tokens."""
-    plain, methods = _plain(config), config.methods
+    plain = _plain(config)
+    methods = config.methods
     if not methods:
         raise UserError("methods names none. Name at least one, or omit it for the default.")
     seeds = config.seeds or (config.seed,)
@@ -82,7 +83,9 @@ def _pruning_point(
     method: str, plain: RunConfig, comparison: CompareConfig, read: int | None
 ) -> Point:
     """The run of a pruning method; an option that it does not read does not change its identity."""
-    align, name, seed = AlignConfig(steps=0), method, 0
+    name = method
+    align = AlignConfig(steps=0)
+    seed = 0
     if PRUNING[method].is_trained:
         align = AlignConfig(steps=comparison.mask_steps, batch_size=plain.align.batch_size)
         seed = plain.seed

@@ -78,16 +78,18 @@ def _prune(run: Run, dense: DenseModel) -> dict[str, Any]:
 
 def _measure_pruned(run: Run, dense: DenseModel, metrics: dict[str, Any]) -> dict[str, Any]:
     """Perplexity of the dense and the pruned model: a checkpoint, or a change made in memory."""
-    folder, method = run.folder.stage("prune"), run.config.method
-    runnable, applied = left_on_disk(dense, run.config.load), pruning.PRUNING[method].applied
+    folder = run.folder.stage("prune")
+    method = run.config.method
+    applied = pruning.PRUNING[method].applied
+    runnable = left_on_disk(dense, run.config.load)
     exports = {} if applied else {"pruned": folder / pruning.MODEL}
-    taught = states_on(runnable, run.own)
+    dense_states = states_on(runnable, run.own)
     results = run.perplexities(runnable, exports)
     if applied:
         change = partial(applied, runnable, **load_file(folder / pruning.TENSORS))
         results["pruned"] = run.perplexity_within(change(), method, runnable)
         with change():
-            results["own_answers"] = {"pruned": closeness_on(taught, runnable.model, run.own)}
+            results["own_answers"] = {"pruned": closeness_on(dense_states, runnable.model, run.own)}
     else:
-        results["own_answers"] = run.on_own_answers(runnable, exports, taught)
+        results["own_answers"] = run.on_own_answers(runnable, exports, dense_states)
     return results | {"parameters": {"dense": num_parameters(dense.model)}, "pruning": metrics}

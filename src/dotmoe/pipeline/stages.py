@@ -129,7 +129,7 @@ class Run:
         self.config = config
         self.converted: RunConfig = converted or config
         """Config of the conversion, which names the text sources."""
-        self.training: ObjectiveConfig = config.finetune if converted else config.align
+        self.objective: ObjectiveConfig = config.finetune if converted else config.align
         self.is_finetuning = converted is not None
         self.is_rank_zero = is_rank_zero()
         self.progress = progress if progress and self.is_rank_zero else Progress(quiet=True)
@@ -144,7 +144,7 @@ class Run:
         config, folder = self.config, self.folder
         last = "prune" if isinstance(config, PruneRunConfig) else "export"
 
-        def start() -> bool:
+        def begin() -> bool:
             work.enter_context(folder.at_work(config))
             is_done = folder.has(last, "evaluate")
             texts = (*config.eval_text, *self.converted.other_text)
@@ -169,9 +169,9 @@ class Run:
                 folder.begin(config, model, revision, inputs)
             return is_done
 
-        if self.training.steps:
-            raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
-        return broadcast_from_rank_zero(start)
+        if self.objective.steps:
+            raise_on_all_ranks(lambda: require_equal_shares(self.objective.batch_size))
+        return broadcast_from_rank_zero(begin)
 
     def answer(self, dense: DenseModel, tokens: int) -> None:
         """Run the stage in which the dense model writes: `tokens` to fit to, and held-out answers.
@@ -228,7 +228,7 @@ class Run:
         )
 
     def tokenise(
-        self, dense: DenseModel, min_tokens: int, finetuned_run: TokenisedText | None = None
+        self, dense: DenseModel, min_tokens: int, text_of_run: TokenisedText | None = None
     ) -> None:
         """Run the tokenise stage; rank zero alone writes the training and the held-out text."""
         config, data = self.config, self.converted.data
@@ -241,12 +241,12 @@ class Run:
                 data,
                 dense,
                 folder,
-                blocks=max(1, self.training.steps * self.training.batch_size),
+                blocks=max(1, self.objective.steps * self.objective.batch_size),
                 min_tokens=min_tokens,
                 eval_text=config.eval_text,
                 eval_tokens=config.eval_tokens,
                 progress=self.progress,
-                finetuned_run=finetuned_run,
+                text_of_run=text_of_run,
                 own=self.own,
             )
 
@@ -264,7 +264,8 @@ class Run:
 
     def _warn_of_chance(self, dense: DenseModel, tokens_BT: Tensor) -> None:
         """Say, before anything is paid, that a dense model has not learned this text."""
-        loss, chance = loss_of(dense.model, tokens_BT), math.log(dense.widths.vocabulary)
+        loss = loss_of(dense.model, tokens_BT)
+        chance = math.log(dense.widths.vocabulary)
         if loss > CHANCE_SHARE * chance and self.is_rank_zero:
             logger.warning(
                 "%s predicts no better than chance: %.2f nats per token over %d tokens of the "
@@ -280,10 +281,10 @@ class Run:
     @contextmanager
     def training_bar(self, title: str) -> Iterator[OnStep]:
         """Within this context, a bar shows training steps, tokens per second and active losses."""
-        losses = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
+        losses = [name for name in ("kl", "ce") if getattr(self.objective, f"{name}_weight")]
         blocks = self.text.training
-        steps = self.training.schedule(blocks.num_blocks).steps
-        with self.progress.bar(title, self.training.batch_size * blocks.seq_len) as update:
+        steps = self.objective.schedule(blocks.num_blocks).steps
+        with self.progress.bar(title, self.objective.batch_size * blocks.seq_len) as update:
             yield lambda step, metrics: update(
                 step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in losses)
             )
@@ -292,10 +293,15 @@ class Run:
         """Run the stage that repairs the dense weights under the layouts' masks; its metrics."""
 
         def make(folder: Path) -> dict[str, Any]:
-            blocks, how, seed = self.text.training, self.config.repairing, self.config.seed
             with self.progress.bar("repair") as update:
                 return repair(
-                    dense, layouts, blocks, how, seed=seed, folder=folder, on_progress=update
+                    dense,
+                    layouts,
+                    self.text.training,
+                    self.config.repairing,
+                    seed=self.config.seed,
+                    folder=folder,
+                    on_progress=update,
                 )
 
         return self.stage("repair", lambda folder: read_json(folder / METRICS), make)
@@ -308,9 +314,16 @@ class Run:
         """Write and verify the export of `weights`: `dense`, or its repaired or finetuned form."""
 
         def make(folder: Path) -> None:
-            tokens_BT, how = self.text.heldout.tokens_BT, self.config.export
             with self.progress.bar("export") as update:
-                export(weights, layouts, folder, how, tokens_BT, origin=dense, on_progress=update)
+                export(
+                    weights,
+                    layouts,
+                    folder,
+                    self.config.export,
+                    self.text.heldout.tokens_BT,
+                    origin=dense,
+                    on_progress=update,
+                )
 
         self.stage("export", require_checksums, make)
 
@@ -333,13 +346,14 @@ class Run:
         exported = self.folder.stage("export")
 
         def measured() -> dict[str, Any]:
-            record, exports = ExportRecord.load(exported), {**(earlier or {}), "moe": exported}
+            record = ExportRecord.load(exported)
+            exports = {**(earlier or {}), "moe": exported}
             more = dict[str, Any]()
-            taught = dict[str, DenseStates]()
+            dense_states = dict[str, DenseStates]()
 
             def rest_of_dense() -> None:
                 more.update(measure())
-                taught.update(states_on(dense, self.own))
+                dense_states.update(states_on(dense, self.own))
                 if dense.weights == "memory":
                     dense.model.to("meta")
 
@@ -347,19 +361,10 @@ class Run:
                 self.texts, min(map(context_of, exports.values()))
             )
             results = self.perplexities(dense, exports, rest_of_dense)
-            text = f"Text: {perplexity.text_names(results['dense'])}."
-            missing = [f"{said[0].upper()}{said[1:]}." for said in self.text.notes]
-            note = " ".join([text, *missing])
-            table = replace(perplexity.perplexity_table(results), note=note)
-            answered = self.on_own_answers(dense, exports, taught)
+            answered = self.on_own_answers(dense, exports, dense_states)
             judged = judge(answered.get("moe", {}))
-            curve = self._at_other_k(exported, taught, answered)
-            shown: list[Table | str] = [table]
-            if answered:
-                shown.append(own_answers_table({"this model": answered["moe"]}))
-            if curve:
-                shown.append(curve_in_short(curve))
-            write_model_card(exported, record, *shown)
+            curve = self._at_other_k(exported, dense_states, answered)
+            write_model_card(exported, record, *self._card_tables(results, answered, curve))
             return {
                 **results,
                 "own_answers": answered,
@@ -374,24 +379,36 @@ class Run:
 
         self.write_results(measured)
 
+    def _card_tables(
+        self, results: dict[str, Any], answered: dict[str, Any], curve: dict[str, Any]
+    ) -> Iterator[Table | str]:
+        """What a model card shows: perplexity, held-out answers, and both at other k."""
+        text = f"Text: {perplexity.text_names(results['dense'])}."
+        missing = [f"{said[0].upper()}{said[1:]}." for said in self.text.notes]
+        yield replace(perplexity.perplexity_table(results), note=" ".join([text, *missing]))
+        if answered:
+            yield own_answers_table({"this model": answered["moe"]})
+        if curve:
+            yield curve_in_short(curve)
+
     def on_own_answers(
-        self, dense: DenseModel, exports: dict[str, Path], taught: dict[str, DenseStates]
+        self, dense: DenseModel, exports: dict[str, Path], dense_states: dict[str, DenseStates]
     ) -> dict[str, Any]:
         """Closeness of exports on held-out answers, by name; empty if there are none."""
-        if not taught:  # no bar of nothing
+        if not dense_states:  # no bar of nothing
             return {}
+        seed = self.config.seed
         with self.progress.bar("held-out answers") as update:
-            how = self.config.seed, update
-            return on_own_answers(taught, dense.tokenizer, exports, self.own, *how)
+            return on_own_answers(dense_states, dense.tokenizer, exports, self.own, seed, update)
 
     def _at_other_k(
-        self, exported: Path, taught: dict[str, DenseStates], answered: dict[str, Any]
+        self, exported: Path, dense_states: dict[str, DenseStates], answered: dict[str, Any]
     ) -> dict[str, Any]:
         """The export on held-out answers at other k; empty if there are none, or k is fixed."""
         if not answered:
             return {}
         with self.progress.bar("held-out answers, other k") as update:
-            return curve_on_own_answers(taught, exported, self.own, answered["moe"], update)
+            return curve_on_own_answers(dense_states, exported, self.own, answered["moe"], update)
 
     def write_results(self, measure: Callable[[], dict[str, Any]]) -> None:
         """Run the evaluate stage: write what `measure` returns, with config and provenance."""
@@ -419,14 +436,17 @@ class Run:
         before they are: nothing reads its weights afterwards.
         """
         tokenizer, texts = dense.tokenizer, self.texts
-        place = next(dense.model.parameters()).dtype, dense.device
+        dtype = next(dense.model.parameters()).dtype
+        device = dense.device  # read before `between`, which may free the weights
         with self.progress.bar("evaluate", tokens=1) as update:
             measured = perplexity.heldout_perplexity(dense.model, tokenizer, texts, update)
         results = {"dense": measured | {FINGERPRINT: fingerprint(dense.folder)}}
         between()
         for name, folder in exports.items():
             with self.progress.bar("evaluate the export", tokens=1) as update:
-                measured = perplexity.export_perplexity(folder, tokenizer, place, texts, update)
+                measured = perplexity.export_perplexity(
+                    folder, tokenizer, texts, update, dtype=dtype, device=device
+                )
             results[name] = measured | {FINGERPRINT: fingerprint(folder)}
         return results
 
@@ -440,7 +460,8 @@ class Run:
     def conversion(self) -> Conversion:
         """The result of the run; the report is made anew each time, from result files alone."""
         path, exported = self.folder.path, self.folder.stage("export")
-        page, results = self.folder.stage("report") / "report.html", {}
+        page = self.folder.stage("report") / "report.html"
+        results = dict[str, Any]()
         if self.is_rank_zero:
             results = self.results()
             require_checksums(exported, read_weights=False)
@@ -449,14 +470,21 @@ class Run:
 
 
 def fitting_the_device(
-    run: Run, dense: DenseModel, splits: Splits, how: Training, placed: tuple[torch.dtype, bool]
+    run: Run,
+    dense: DenseModel,
+    splits: Splits,
+    how: Training,
+    *,
+    dtype: torch.dtype,
+    sharded: bool,
 ) -> Training:
     """The options of a training, the same on all ranks, with what makes its step fit the device.
 
-    `placed` is the dtype that it computes in, and whether ranks shard the weights.
+    `dtype` is what it computes in; `sharded` says whether ranks shard the weights.
     """
-    device, (dtype, sharded) = resolved_device(run.config.load.device), placed
-    train, offload = getattr(how, "train", "assignment"), getattr(how, "offload", False)
+    device = resolved_device(run.config.load.device)
+    train = getattr(how, "train", "assignment")
+    offload = getattr(how, "offload", False)
 
     def fitted() -> dict[str, Any]:
         sizes = Sizes(dense.model, splits, stored=dtype, written=dtype)
@@ -465,7 +493,7 @@ def fitting_the_device(
             batch_size=how.batch_size,
             seq_len=run.text.training.seq_len,
             micro_batch_size=min(how.micro_batch_size, how.batch_size // num_ranks()),
-            held=4 if dtype.itemsize == 4 else 2,
+            weight_bytes=4 if dtype.itemsize == 4 else 2,
             train=train,  # type: ignore[arg-type]
             distils=how.kl_weight > 0,  # as an alignment always does
             on_cpu=device.type == "cpu",

@@ -338,7 +338,8 @@ def overridden(config: Options, given: Iterable[str]) -> Options:
 
     `--active` takes the place of the recipe's `active_experts`.
     """
-    given, without = set(given), dict[str, None]()
+    given = set(given)
+    without = dict[str, None]()
     for group in ALTERNATIVES:
         if not given.isdisjoint(group):
             without |= dict.fromkeys(name for name in group if name not in given)

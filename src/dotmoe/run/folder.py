@@ -122,7 +122,8 @@ class RunFolder:
         hub, or null), `config`, `inputs` (fingerprints), `stages`.
         """
         if self._manifest is None:
-            path, remedy = self.path / _MANIFEST, "Restore it, or choose another folder."
+            path = self.path / _MANIFEST
+            remedy = "Restore it, or choose another folder."
             try:
                 manifest = read_json(path)
             except DamagedError as error:
@@ -162,7 +163,8 @@ class RunFolder:
 
         An export has checksums of its own, see `dotmoe.export.record.require_checksums`.
         """
-        folder, recorded = self.stage(name), self.manifest["stages"][name]["files"]
+        folder = self.stage(name)
+        recorded = self.manifest["stages"][name]["files"]
         damage = damage_in(folder, {file: recorded[file] for file in only or recorded})
         if damage is not None:
             raise UserError(
@@ -233,7 +235,8 @@ class RunFolder:
             if inputs.get("text", recorded.get("text")) != recorded.get("text"):
                 stages = {name: made for name, made in stages.items() if name != "answers"}
             inputs = {**recorded, **inputs}
-        values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
+        values = values_of(config)
+        about = {"format": 1, COMMAND: config.command, "model": model}
         about["revision"] = revision
         self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
         write_json(self.path / _CONFIG, values)
@@ -290,7 +293,8 @@ class RunFolder:
         if self.has(name):
             self.verified(name)
             return True
-        folder, stages = self.stage(name), self.manifest["stages"]
+        folder = self.stage(name)
+        stages = self.manifest["stages"]
         later = list(STAGES)[list(STAGES).index(name) :]
         if name in stages:
             self._log(f"{folder} is gone: it is made again, and so are all later stages")

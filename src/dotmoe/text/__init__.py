@@ -1,1 +1,5 @@
-"""Text: sources, token blocks, and the tokenise stage."""
+"""Text: sources and their documents, a model's own answers, token blocks, and the tokenise stage.
+
+Read: config, sources, folders, files, rows. Written by the dense model: answers, expected. Cut into
+blocks: packing, whole_chats, blocks. The stage of a run that does all this: tokenise.
+"""

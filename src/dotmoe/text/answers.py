@@ -38,7 +38,7 @@ from dotmoe.text.sources import PROMPTS, SELF, asks, local_files, opened
 
 Kept = TypeVar("Kept")
 
-HELD_OUT = 8
+ONE_HELDOUT_IN = 8
 """One prompt in so many is held out: its answers are measured on and never fitted."""
 ANSWERS = Sampling()
 """How a model answers: as its makers advise for most."""
@@ -71,11 +71,11 @@ class Question:
     """What it asks for, such as `maths`."""
 
     @property
-    def is_held_out(self) -> bool:
+    def is_heldout(self) -> bool:
         """Whether answers to it are for measuring: decided by its words, so alike in every run."""
         said = [{name: each.get(name) for name in ("content", "role")} for each in self.messages]
         words = json.dumps(said, sort_keys=True, ensure_ascii=False)
-        return sha256(words.encode()).digest()[0] % HELD_OUT == 0
+        return sha256(words.encode()).digest()[0] % ONE_HELDOUT_IN == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,24 +122,27 @@ def questions_in(data: DataConfig, tokenizer: Any) -> list[Question]:
 
 
 def own_turns(
-    dense: DenseModel, number: int, seed: int, on_progress: Update = no_update
+    dense: DenseModel, num_turns: int, seed: int, on_progress: Update = no_update
 ) -> list[Question]:
     """Different user's turns that the model writes after its template's bare opening.
 
     Two thirds of them do not end in `TURNS.new_tokens`; these are cut behind a sentence, so that
-    none is paid for and thrown away. There are fewer than `number` if the model repeats itself.
+    none is paid for and thrown away. There are fewer than `num_turns` if the model repeats itself.
     """
-    tokenizer, found = dense.tokenizer, dict[str, Question]()
-    opening, ends = user_opening(tokenizer), end_tokens(dense.model, tokenizer)
+    tokenizer = dense.tokenizer
+    opening = user_opening(tokenizer)
+    ends = end_tokens(dense.model, tokenizer)
+    found = dict[str, Question]()
     for draw in range(ROUNDS):
-        several, draws = [opening] * (number - len(found)), seed * ROUNDS + draw
-        for turn in continuations(dense.model, several, TURNS, ends, seed=draws):
+        openings = [opening] * (num_turns - len(found))
+        draw_seed = seed * ROUNDS + draw
+        for turn in continuations(dense.model, openings, TURNS, ends, seed=draw_seed):
             text = tokenizer.decode([token for token in turn.ids if token not in ends])
             text = text.strip() if turn.finished else _whole_sentences(text)
             if len(turn.ids) > _SHORTEST_TURN and text:
                 found.setdefault(text, question(text, SELF))
-            on_progress(len(found), number)
-        if len(found) == number:
+            on_progress(len(found), num_turns)
+        if len(found) == num_turns:
             break
     return list(found.values())
 
@@ -278,7 +281,7 @@ def _from_row(row: dict[str, Any]) -> Answer:
 
 
 def write_continuations(
-    dense: DenseModel, number: int, path: Path, *, seed: int, on_progress: Update = no_update
+    dense: DenseModel, num_texts: int, path: Path, *, seed: int, on_progress: Update = no_update
 ) -> list[Answer]:
     """Texts that a base model writes from nothing: after its BOS, or after the end of a text."""
     tokenizer = dense.tokenizer
@@ -301,7 +304,7 @@ def write_continuations(
             text=tokenizer.decode(new.ids, skip_special_tokens=True),
         )
 
-    prompts = [[start]] * number
+    prompts = [[start]] * num_texts
     return _written(dense, prompts, path, FREE, made, seed=seed, room=None, on_progress=on_progress)
 
 
@@ -347,7 +350,9 @@ class Answering:
     """
 
     def __init__(self, dense: DenseModel, identity: str, seed: int, progress: Progress) -> None:
-        self._dense, self._seed, self._progress = dense, seed, progress
+        self._dense = dense
+        self._seed = seed
+        self._progress = progress
         dtype = next(dense.model.parameters()).dtype
         self._identity = f"{identity} {dtype}"
         self._cache = cache_folder() / "answers"
@@ -385,21 +390,23 @@ class Answering:
             )
         return fitting
 
-    def continuations(self, number: int, seed: int, title: str) -> list[Answer]:
+    def continuations(self, num_texts: int, seed: int, title: str) -> list[Answer]:
         """Texts of a base model."""
 
         def write(path: Path) -> list[Answer]:
             with self._progress.bar(title) as update:
-                return write_continuations(self._dense, number, path, seed=seed, on_progress=update)
+                return write_continuations(
+                    self._dense, num_texts, path, seed=seed, on_progress=update
+                )
 
-        return self._cached((seed, number, asdict(FREE)), write, read_answers)
+        return self._cached((seed, num_texts, asdict(FREE)), write, read_answers)
 
-    def turns(self, number: int, seed: int) -> list[Question]:
+    def turns(self, num_turns: int, seed: int) -> list[Question]:
         """User's turns that the model writes."""
 
         def write(path: Path) -> list[Question]:
             with self._progress.bar("questions that the model writes itself") as update:
-                turns = own_turns(self._dense, number, seed, update)
+                turns = own_turns(self._dense, num_turns, seed, update)
             write_text(path, json.dumps([asdict(turn) for turn in turns], ensure_ascii=False))
             return turns
 
@@ -407,7 +414,7 @@ class Answering:
             rows = json.loads(path.read_text(encoding="utf-8"))
             return [Question(messages=tuple(row["messages"]), kind=row["kind"]) for row in rows]
 
-        return self._cached((seed, number, asdict(TURNS)), write, read)
+        return self._cached((seed, num_turns, asdict(TURNS)), write, read)
 
     def fitted(
         self,
@@ -448,7 +455,9 @@ class Answering:
             portions = ceil_div(len(mixed), AT_ONCE)  # of one size: a few rows are as slow as many
             for portion in range(portions):
                 yield self._seed_of(number), mixed[portion::portions]
-        for number in count(first_round + rounds) if itself else ():
+        if not itself:
+            return
+        for number in count(first_round + rounds):
             seed = self._seed_of(number)
             yield seed, self.turns(AT_ONCE, seed)
 
@@ -499,35 +508,59 @@ def own_answers(
     data ask a model without chat template.
     """
     itself = SELF in data.data
+    context = dense.widths.context
+    room = min(data.seq_len, context)
     questions = questions_in(data, dense.tokenizer)
     if questions:
         require_chats(dense.tokenizer, data)
-    answering, context = Answering(dense, identity, seed, progress), dense.widths.context
-    room, fitted = min(data.seq_len, context), list[Answer]()
+    answering = Answering(dense, identity, seed, progress)
     if questions:
         questions = _require_room(answering.with_room(questions, room), room, data)
+    fitted = list[Answer]()
     if questions or itself:
-        to_fit = [each for each in questions if not each.is_held_out]
+        to_fit = [each for each in questions if not each.is_heldout]
         fitted = answering.fitted(to_fit, tokens, room=room, itself=itself, first_round=first_round)
-    if not has_chats(dense.tokenizer) or not heldout:
-        return OwnAnswers(fitted=tuple(fitted), asked=tokens)
-    if why := why_not_asked(dense.tokenizer):
-        progress.log(f"nothing is measured on held-out answers: {why}")
-        return OwnAnswers(fitted=tuple(fitted), asked=tokens)
-    own, others = own_prompts("asked"), own_prompts("heldout")
-    held_out = [each for each in (questions or own) if each.is_held_out]
-    chosen = {
-        name: _some(answering.with_room(each, context), heldout)
-        for name, each in ((ALIKE, held_out), (OTHERS, others))
-    }
-    sets, title = dict[str, tuple[Answer, ...]](), "held-out answers"
-    for name, each in chosen.items():
-        sets[name] = tuple(answering.answers(each, seed, title, room=context))
-    title += f", repetition penalty {PENALTY:g}"
-    for name, each in chosen.items():
-        penalised = answering.answers(each, seed, title, room=context, repetition_penalty=PENALTY)
-        sets[f"{name}_penalised"] = tuple(penalised)
+    sets = dict[str, tuple[Answer, ...]]()
+    if heldout and _can_be_asked(dense.tokenizer, progress):
+        sets = _heldout_sets(answering, questions, heldout, seed, context)
     return OwnAnswers(fitted=tuple(fitted), asked=tokens, **sets)
+
+
+def _can_be_asked(tokenizer: Any, progress: Progress) -> bool:
+    """Whether a model answers questions; says why one with a chat template does not."""
+    if not has_chats(tokenizer):
+        return False
+    why = why_not_asked(tokenizer)
+    if why is None:
+        return True
+    progress.log(f"nothing is measured on held-out answers: {why}")
+    return False
+
+
+def _heldout_sets(
+    answering: Answering, questions: Sequence[Question], heldout: int, seed: int, room: int
+) -> dict[str, tuple[Answer, ...]]:
+    """Answers to measure on by the name of their set: without, then with the penalty.
+
+    At most `heldout` answers in a set, each in a chat of at most `room` tokens. Without `questions`
+    the prompts of this package are asked.
+    """
+    like_the_fitted = questions or own_prompts("asked")
+    alike = [each for each in like_the_fitted if each.is_heldout]
+    others = own_prompts("heldout")
+    chosen = {
+        ALIKE: _some(answering.with_room(alike, room), heldout),
+        OTHERS: _some(answering.with_room(others, room), heldout),
+    }
+    sets = dict[str, tuple[Answer, ...]]()
+    title = "held-out answers"
+    for name, each in chosen.items():
+        sets[name] = tuple(answering.answers(each, seed, title, room=room))
+    title = f"{title}, repetition penalty {PENALTY:g}"
+    for name, each in chosen.items():
+        penalised = answering.answers(each, seed, title, room=room, repetition_penalty=PENALTY)
+        sets[f"{name}_penalised"] = tuple(penalised)
+    return sets
 
 
 def _require_room(questions: list[Question], room: int, data: DataConfig) -> list[Question]:
@@ -540,7 +573,7 @@ def _require_room(questions: list[Question], room: int, data: DataConfig) -> lis
     return questions
 
 
-def _some(questions: Sequence[Question], number: int) -> list[Question]:
-    """At most `number` questions, evenly from the whole, so of all kinds."""
-    taken = min(number, len(questions))
+def _some(questions: Sequence[Question], most: int) -> list[Question]:
+    """At most `most` questions, evenly from the whole, so of all kinds."""
+    taken = min(most, len(questions))
     return [questions[place * len(questions) // taken] for place in range(taken)]

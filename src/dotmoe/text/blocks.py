@@ -38,7 +38,11 @@ _KEEP_SECONDS = 10
 
 
 class TokenBlocks:
-    """Documents joined end to end and cut into blocks of equal length."""
+    """Token ids in blocks of equal length.
+
+    A block of text is cut from documents that are joined end to end; a block of answers holds whole
+    chats (see `whole_chats`).
+    """
 
     def __init__(self, tokens_BT: Tensor, is_answer_BT: Tensor | None = None) -> None:
         """Wrap int32 token ids, [blocks, seq_len].
@@ -46,7 +50,8 @@ class TokenBlocks:
         `is_answer_BT`, bool, [blocks, seq_len]: whether a model wrote or would write each token;
         only these count in the loss of a training. None: all do.
         """
-        self.tokens_BT, self.num_tokens = tokens_BT, tokens_BT.numel()
+        self.tokens_BT = tokens_BT
+        self.num_tokens = tokens_BT.numel()
         self.is_answer_BT = is_answer_BT
         self.num_blocks, self.seq_len = tokens_BT.shape
 
@@ -69,7 +74,8 @@ class TokenBlocks:
 
     def _rows_of(self, step: int, batch_size: int, seed: int, rank: int, ranks: int) -> list[int]:
         share = batch_size // ranks
-        first, rows = step * batch_size + rank * share, list[int]()
+        first = step * batch_size + rank * share
+        rows = list[int]()
         for position in range(first, first + share):
             epoch, place = divmod(position, self.num_blocks)
             rows.append(int(_permutation(self.num_blocks, seed, epoch)[place]))
@@ -117,7 +123,8 @@ class BlockWriter:
 
     file: IO[bytes]
     state_file: Path
-    job: Values
+    job: Values | None
+    """What is written, as JSON values: a later writer of the same goes on. None: none goes on."""
     state: Values
     """What `keep` was given last, before this process began to write; empty at a start."""
     num_tokens: int = 0
@@ -162,7 +169,8 @@ def block_writer(path: Path, seq_len: int, job: Values | None = None) -> Iterato
             file.truncate(_HEADER_BYTES + end)
             # A safetensors header is its length, then JSON that may be padded with blanks.
             tokens = {"dtype": "I32", "shape": [num_blocks, seq_len], "data_offsets": [0, end]}
-            header, size = json.dumps({"tokens": tokens}).encode(), _HEADER_BYTES - 8
+            header = json.dumps({"tokens": tokens}).encode()
+            size = _HEADER_BYTES - 8
             file.write(size.to_bytes(8, "little") + header.ljust(size))
             file.flush()
             os.fsync(file.fileno())
@@ -183,9 +191,11 @@ def _go_on(writer: BlockWriter) -> None:
     with suppress(DamagedError):
         kept = read_json(writer.state_file)
         size = _HEADER_BYTES + 4 * kept["tokens"]
-        if kept["job"] == writer.job is not None and writer.file.tell() >= size:
+        is_same_job = writer.job is not None and kept["job"] == writer.job
+        if is_same_job and writer.file.tell() >= size:
             writer.file.truncate(size)
-            writer.state, writer.num_tokens = kept["state"], kept["tokens"]
+            writer.state = kept["state"]
+            writer.num_tokens = kept["tokens"]
             return
     writer.state_file.unlink(missing_ok=True)
     writer.file.truncate(0)
@@ -224,9 +234,10 @@ def write_decontaminated(
     parts = torch.split(training.tokens_BT, _BLOCKS_AT_ONCE)
     is_kept_B = torch.cat([~torch.isin(_hashes(rows, run), seen).any(dim=1) for rows in parts])
     short = _own_documents(heldout, separator)
-    for number, row_T in enumerate(training.tokens_BT if short else ()):
-        if not short.keys().isdisjoint(_short_documents(row_T, separator)):
-            is_kept_B[number] = False
+    if short:
+        for number, row_T in enumerate(training.tokens_BT):
+            if not short.keys().isdisjoint(_short_documents(row_T, separator)):
+                is_kept_B[number] = False
     left_out = int((~is_kept_B).sum())
     if left_out == training.num_blocks:
         raise UserError(
@@ -248,12 +259,21 @@ def overlap(training: TokenBlocks, heldout: TokenBlocks, separator: int | None =
     It is found by runs of `RUN_TOKENS` tokens, or, of documents that are too short for them, by
     whole documents between two tokens `separator`: the larger share of the two.
     """
-    short = _own_documents(heldout, separator)
-    seen = set[bytes]()
-    for rows in torch.split(training.tokens_BT, _BLOCKS_AT_ONCE) if short else ():
-        seen |= short.keys() & set(_short_documents(rows.flatten(), separator))
-    of_documents = sum(short[each] for each in seen) / heldout.num_tokens
+    of_documents = _overlap_of_documents(training, heldout, separator)
     return max(of_documents, _overlap_of_runs(training, heldout))
+
+
+def _overlap_of_documents(
+    training: TokenBlocks, heldout: TokenBlocks, separator: int | None
+) -> float:
+    """Share of the held-out text that is short documents of the training text, by tokens."""
+    short = _own_documents(heldout, separator)
+    if not short:
+        return 0.0
+    seen = set[bytes]()
+    for rows in torch.split(training.tokens_BT, _BLOCKS_AT_ONCE):
+        seen |= short.keys() & set(_short_documents(rows.flatten(), separator))
+    return sum(short[each] for each in seen) / heldout.num_tokens
 
 
 def _own_documents(heldout: TokenBlocks, separator: int | None) -> dict[bytes, int]:
@@ -280,7 +300,8 @@ def _overlap_of_runs(training: TokenBlocks, heldout: TokenBlocks) -> float:
     """Share of the held-out text's runs of `RUN_TOKENS` tokens that the training text contains."""
     run, every = _runs(training, heldout)
     found = torch.zeros(len(every), dtype=torch.bool)
-    text, step = training.tokens_BT.view(1, -1), _BLOCKS_AT_ONCE * training.seq_len
+    text = training.tokens_BT.view(1, -1)
+    step = _BLOCKS_AT_ONCE * training.seq_len
     for start in range(0, training.num_tokens - run + 1, step):
         found |= torch.isin(every, _hashes(text[:, start : start + step + run - 1], run))
     return int(found.sum()) / len(every)

@@ -53,8 +53,8 @@ def expected_writing(
         tokens = how.answer_tokens or tokens
         made += _chats(data, tokens) if is_chat else [_from_nothing(tokens)]
     if is_chat and how.heldout_answers:
-        twice = 2 * 2 * how.heldout_answers  # of two kinds, without and with a penalty
-        made.append(_answers("held-out answers", twice))
+        num_heldout = 2 * 2 * how.heldout_answers  # of two kinds, without and with a penalty
+        made.append(_answers("held-out answers", num_heldout))
     return tuple(made)
 
 
@@ -63,7 +63,7 @@ def _chats(data: DataConfig, tokens: int) -> list[Writing]:
     questions = 0
     if PROMPTS in data.data:
         asked = answers.own_prompts("asked")
-        questions = len([each for each in asked if not each.is_held_out])
+        questions = len([each for each in asked if not each.is_heldout])
     wanted = _in_portions(tokens, QUESTION_TOKENS + ANSWER_TOKENS)
     if SELF not in data.data:
         return [_answers("answers to fit to", min(wanted, answers.ROUNDS * questions))]

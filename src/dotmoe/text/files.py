@@ -162,7 +162,8 @@ def _rows_of_lines(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, A
 
 def _rows_of_arrays(path: Path, parts: Iterator[str]) -> Iterator[tuple[str, Any]]:
     """Each row of one JSON array or several, with its place in words."""
-    values, number = _JsonValues(path, parts), 0
+    values = _JsonValues(path, parts)
+    number = 0
     while values.next_sign():
         for row in values.rows():
             number += 1
@@ -173,8 +174,10 @@ class _JsonValues:
     """Reads JSON from text that comes in parts, and holds little more than one row of it."""
 
     def __init__(self, path: Path, parts: Iterator[str]) -> None:
-        self._path, self._parts = path, parts
-        self._text, self._at = "", 0
+        self._path = path
+        self._parts = parts
+        self._text = ""
+        self._at = 0
 
     def rows(self) -> Iterator[Any]:
         """The items of the array that comes next; an array of messages is one row, a chat."""
@@ -230,13 +233,15 @@ class _JsonValues:
     def _read_on(self) -> bool:
         """Read at least as much text as is held, so that a long row is not decoded too often."""
         rest = self._text[self._at :]
-        read, size = list[str](), 0
+        read = list[str]()
+        size = 0
         for part in takewhile(bool, self._parts):
             read.append(part)
             size += len(part)
             if size > len(rest):
                 break
-        self._text, self._at = rest + "".join(read), 0
+        self._text = rest + "".join(read)
+        self._at = 0
         return bool(read)
 
 

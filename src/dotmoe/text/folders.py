@@ -58,7 +58,8 @@ def is_saved(folder: Path) -> bool:
 
 def files_below(folder: Path) -> list[Path]:
     """Files in a folder and those below it, by name, without hidden ones; links are followed."""
-    found, seen = list[Path](), set[str]()
+    found = list[Path]()
+    seen = set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
         if real in seen:  # a link that leads back

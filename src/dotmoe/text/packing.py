@@ -46,7 +46,8 @@ def pack(
         Token ids, int32, and the tokens per byte of this text, which convert nats per token to bits
         per byte. Raises `UserError` if the documents contain no text.
     """
-    tokens, num_bytes = array("i"), 0
+    tokens = array("i")
+    num_bytes = 0
     source = (source_record("", None), tokenised(documents, tokenizer))
     for _, ids, size in joined([source], tokenizer):
         tokens.extend(ids)
@@ -95,12 +96,8 @@ def pack_sources(
             last_number = next(number for number, one in enumerate(records) if one is record)
             writer.keep({"sources": records, "last": last_number})
         is_only_asking = answered and not writer.num_tokens
-        if writer.num_tokens < config.seq_len and not is_only_asking:
-            raise UserError(
-                f"{', '.join(config.data)} has {writer.num_tokens} tokens (read at most: "
-                f"{max_tokens}), too few for a block of {config.seq_len}. Give more text, ask for "
-                "more tokens, or, for training text, lower seq_len."
-            )
+        if not is_only_asking:
+            _require_a_block(config, writer.num_tokens, max_tokens)
     for record in records:
         record["share"] = record["tokens"] / max(1, writer.num_tokens)
     return {
@@ -110,6 +107,16 @@ def pack_sources(
         "sources": records,
         "separator": separator_of(tokenizer),
     }
+
+
+def _require_a_block(config: DataConfig, num_tokens: int, max_tokens: int) -> None:
+    """Refuse text that is too short for one block."""
+    if num_tokens < config.seq_len:
+        raise UserError(
+            f"{', '.join(config.data)} has {num_tokens} tokens (read at most: {max_tokens}), too "
+            f"few for a block of {config.seq_len}. Give more text, ask for more tokens, or, for "
+            "training text, lower seq_len."
+        )
 
 
 def source_record(name: str, weight: float | None) -> Record:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.models.chat import Message, has_chats
+from dotmoe.models.chat import Message, by_template, has_chats
 
 logger = logging.getLogger(__name__)
 
@@ -347,14 +347,9 @@ def rendered(chat: Chat, tokenizer: Any, place: str, source: str) -> Rendered:
 
 def _applied(tokenizer: Any, messages: Sequence[Message], place: str) -> str:
     """What a chat template writes; `UserError` if the messages do not suit it."""
-    try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    except Exception as error:
-        raise UserError(
-            f"{place} does not suit the model's chat template ({one_line(error)[:160]}). "
-            "Change or remove it."
-        ) from error
-    return text
+    return by_template(
+        tokenizer, messages, refusal=f"{place} does not suit", remedy="Change or remove it."
+    )
 
 
 def _require_calls(chat: Chat, text: str, tokenizer: Any, place: str) -> None:

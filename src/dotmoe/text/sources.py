@@ -12,8 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from dotmoe.common.errors import UserError, nearest, one_line
-from dotmoe.common.files import sha256_of
+from dotmoe.common.errors import UserError, nearest_beside, one_line
+from dotmoe.common.files import expanded, sha256_of
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import COMPRESSIONS, FORMATS, documents_in, reader_of, suffix_of
 from dotmoe.text.folders import TRAIN, FolderData, data_of_folder, files_below, is_saved
@@ -109,7 +109,7 @@ def opened(
     With `answered`, rows that ask give `Asking`.
     """
     name, split, field = _split_name(source)
-    path = Path(os.path.expanduser(name))
+    path = expanded(name)
     _require_parts(source, path)
     rows = RowReader(source, field or None, tokenizer, answered)
     data = _local_data(path, split, field)
@@ -153,7 +153,7 @@ def local_files(source: str) -> list[Path]:
     Raises `UserError` for a file of an unknown format, or a folder without text.
     """
     name, split, field = _split_name(source)
-    path = Path(os.path.expanduser(name))
+    path = expanded(name)
     data = _local_data(path, split, field)
     if data is None:
         return []
@@ -169,7 +169,7 @@ def fingerprint_of(sources: Iterable[str]) -> str | None:
     lines = list[str]()
     for source in sources:
         name, _, _ = _split_name(source)
-        path = Path(os.path.expanduser(name))
+        path = expanded(name)
         lines.append(source)
         if asks(source):
             continue
@@ -218,13 +218,12 @@ def _split_name(source: str) -> tuple[str, str, str]:
 
 def _require_hub_name(name: str, path: Path) -> None:
     if path.suffix in COMPRESSIONS or reader_of(path) or not _HUB_NAME.fullmatch(name):
-        siblings = path.parent.iterdir() if os.path.isdir(path.parent) else ()
-        near = nearest(str(path), map(str, siblings))
-        raise UserError(f"{name} does not exist.{near} Name an existing file.")
+        meant = nearest_beside(path)
+        raise UserError(f"{name} does not exist.{meant} Name an existing file.")
 
 
 def _is_there(name: str) -> bool:
-    """Whether a path exists; methods of `Path` raise for an unknown ~user or a very long name."""
+    """Whether a path exists; not by `expanded`, as a `Path` forgets a slash at the end."""
     return os.path.exists(os.path.expanduser(name))
 
 

@@ -10,7 +10,7 @@ from dotmoe.common.files import read_json, write_json
 from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.models.family import DenseModel
-from dotmoe.text.answers import HELD_OUT, OwnAnswers, num_answer_tokens, num_chat_tokens
+from dotmoe.text.answers import ONE_HELDOUT_IN, OwnAnswers, num_answer_tokens, num_chat_tokens
 from dotmoe.text.blocks import TokenBlocks, overlap, split_off_tail, write_decontaminated
 from dotmoe.text.config import DataConfig
 from dotmoe.text.packing import Record, pack_sources, separator_id
@@ -106,7 +106,7 @@ def tokenise(
     eval_text: tuple[str, ...],
     eval_tokens: int,
     progress: Progress,
-    finetuned_run: TokenisedText | None = None,
+    text_of_run: TokenisedText | None = None,
     own: OwnAnswers = NO_ANSWERS,
 ) -> TokenisedText:
     """Write blocks of training and held-out text, and a record of both, into the stage's folder.
@@ -115,45 +115,40 @@ def tokenise(
     tokens drawn evenly from the whole. The block length is at most the model's context. With `own`
     answers to fit to, the training text is these, and as many tokens of the other sources.
 
-    The held-out text, at most `eval_tokens` tokens, is `eval_text`; else that of `finetuned_run`,
-    the text of the run that is finetuned; else the last training blocks. With `finetuned_run`,
-    blocks that are part of the held-out text are left out of training. A share of `eval_text` that
-    is training text, also that of `finetuned_run`, is printed, recorded as `overlap`, and part of
-    the name of the held-out text. Raises `UserError` if a source cannot be read, or there is too
+    The held-out text, at most `eval_tokens` tokens, is `eval_text`; else that of `text_of_run`, the
+    text of the run that is finetuned; else the last training blocks. With `text_of_run`, blocks
+    that are part of the held-out text are left out of training. A share of `eval_text` that is
+    training text, also that of `text_of_run`, is printed, recorded as `overlap`, and part of the
+    name of the held-out text. Raises `UserError` if a source cannot be read, or there is too
     little text or disk space.
     """
     data = _in_context(data, dense, progress)
     tokens = tokens_to_read(blocks * data.seq_len, min_tokens)
     if not own.fitted:
         progress.log(f"training text: up to {tokens:,} tokens are read")
-    training, heldout, whole = (folder / name for name in (_TRAINING, _HELDOUT, "whole"))
     record: Record = {}
     if eval_text:
-        name = eval_text
+        heldout_name = eval_text
         windows = _windows(eval_text, data, dense)
-        record["heldout"] = _packed(windows, dense, heldout, eval_tokens, progress)
-    elif finetuned_run is not None:
-        name = finetuned_run.heldout_name
+        record["heldout"] = _packed(windows, dense, folder / _HELDOUT, eval_tokens, progress)
+    elif text_of_run is not None:
+        heldout_name = text_of_run.heldout_name
         record["heldout"] = "that of the run that is finetuned"
-        finetuned_run.heldout.save(heldout)
+        text_of_run.heldout.save(folder / _HELDOUT)
     else:
-        name = ("blocks of the data kept out of training",)
-        record["heldout"] = "the last blocks of the same text"
-        record["training"] = _fitted(data, own, dense, training, tokens + eval_tokens, progress)
-        split_off_tail(training, heldout, _kept_out(data, own, record["training"], eval_tokens))
-    if finetuned_run is not None:
-        # The source may contain some of the held-out text, which is left out then.
-        size = tokens + TokenBlocks.load(heldout).num_tokens
-        record["training"] = _fitted(data, own, dense, whole, size, progress)
-        record["left_out_blocks"] = _decontaminated(whole, heldout, training, dense, progress)
+        heldout_name = ("blocks of the data kept out of training",)
+        record |= _split_in_two(data, own, dense, folder, tokens, eval_tokens, progress)
+    if text_of_run is not None:
+        record |= _without_heldout(data, own, dense, folder, tokens, progress)
     elif eval_text:
-        record["training"] = _fitted(data, own, dense, training, tokens, progress)
-    if eval_text or not (own.fitted or finetuned_run):
-        record["overlap"] = _share_trained_on(training, heldout, dense, finetuned_run)
-        name = _with_overlap(name, record["overlap"], progress)
+        record["training"] = _fitted(data, own, dense, folder / _TRAINING, tokens, progress)
+    is_heldout_here = bool(eval_text) or (text_of_run is None and not own.fitted)
+    if is_heldout_here:
+        record["overlap"] = _share_trained_on(folder, dense, text_of_run)
+        heldout_name = _with_overlap(heldout_name, record["overlap"], progress)
     for note in notes_on(record):
         progress.log(note)
-    write_json(folder / _RECORD, {**record, "heldout_name": name})
+    write_json(folder / _RECORD, {**record, "heldout_name": heldout_name})
     return TokenisedText.load(folder)
 
 
@@ -165,31 +160,56 @@ def _in_context(data: DataConfig, dense: DenseModel, progress: Progress) -> Data
     return replace(data, seq_len=dense.widths.context)
 
 
-def _decontaminated(
-    whole: Path, heldout: Path, training: Path, dense: DenseModel, progress: Progress
-) -> int:
-    """Move blocks from `whole` to `training` but those of held-out text; return their number."""
+def _split_in_two(
+    data: DataConfig,
+    own: OwnAnswers,
+    dense: DenseModel,
+    folder: Path,
+    tokens: int,
+    eval_tokens: int,
+    progress: Progress,
+) -> Record:
+    """Write the text to fit to, and its last blocks as held-out text; returns a record of both."""
+    training = folder / _TRAINING
+    record = _fitted(data, own, dense, training, tokens + eval_tokens, progress)
+    split_off_tail(training, folder / _HELDOUT, _kept_out(data, own, record, eval_tokens))
+    return {"heldout": "the last blocks of the same text", "training": record}
+
+
+def _without_heldout(
+    data: DataConfig,
+    own: OwnAnswers,
+    dense: DenseModel,
+    folder: Path,
+    tokens: int,
+    progress: Progress,
+) -> Record:
+    """Write the text to fit to without blocks of the held-out text, which its sources may contain.
+
+    As many tokens more are read as the held-out text has. Returns a record of what is read, and the
+    number of blocks that are left out.
+    """
+    whole = folder / "whole"
+    heldout = TokenBlocks.load(folder / _HELDOUT)
+    record = _fitted(data, own, dense, whole, tokens + heldout.num_tokens, progress)
     separator = separator_id(dense.tokenizer)
-    left_out = write_decontaminated(
-        TokenBlocks.load(whole), TokenBlocks.load(heldout), training, separator
-    )
+    left_out = write_decontaminated(TokenBlocks.load(whole), heldout, folder / _TRAINING, separator)
     whole.unlink()
     if left_out:
         progress.log(
             f"{left_out} blocks of training text left out: they are part of the held-out text"
         )
-    return left_out
+    return {"training": record, "left_out_blocks": left_out}
 
 
-def _share_trained_on(
-    training: Path, heldout: Path, dense: DenseModel, finetuned_run: TokenisedText | None
-) -> float:
+def _share_trained_on(folder: Path, dense: DenseModel, text_of_run: TokenisedText | None) -> float:
     """Share of held-out text that is training text, also that of the run that is finetuned."""
     separator = separator_id(dense.tokenizer)
-    share = overlap(TokenBlocks.load(training), TokenBlocks.load(heldout), separator)
-    if finetuned_run is None:
+    heldout = TokenBlocks.load(folder / _HELDOUT)
+    share = overlap(TokenBlocks.load(folder / _TRAINING), heldout, separator)
+    if text_of_run is None:
         return share
-    return max(share, overlap(finetuned_run.training, TokenBlocks.load(heldout), separator))
+    return max(share, overlap(text_of_run.training, heldout, separator))
 
 
 def _with_overlap(name: tuple[str, ...], share: float, progress: Progress) -> tuple[str, ...]:
@@ -283,7 +303,7 @@ def _kept_out(data: DataConfig, own: OwnAnswers, training: Record, eval_tokens: 
     """
     if not own.fitted or text_of(data).data:
         return eval_tokens
-    return min(eval_tokens, int(training["tokens"]) // HELD_OUT)
+    return min(eval_tokens, int(training["tokens"]) // ONE_HELDOUT_IN)
 
 
 def own_tokens_for(data: DataConfig, fitted: int, eval_tokens: int, *, has_heldout: bool) -> int:
@@ -294,7 +314,7 @@ def own_tokens_for(data: DataConfig, fitted: int, eval_tokens: int, *, has_heldo
     """
     if has_heldout or text_of(data).data:
         return fitted
-    return fitted + min(eval_tokens, ceil_div(fitted, HELD_OUT - 1))
+    return fitted + min(eval_tokens, ceil_div(fitted, ONE_HELDOUT_IN - 1))
 
 
 def text_beside(data: DataConfig, chats: int) -> int:

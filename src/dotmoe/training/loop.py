@@ -80,8 +80,11 @@ def train(
         UserError: The newest checkpoint is damaged, or a loss or gradient is not finite.
         Interrupted: SIGTERM or SIGINT was received; the step that was running has been saved.
     """
-    schedule, optimizer, checkpoints = task.schedule, adamw(task), Checkpoints(folder)
-    first_step, last_save = checkpoints.load(_tensors(task, optimizer)), time.monotonic()
+    schedule = task.schedule
+    optimizer = adamw(task)
+    checkpoints = Checkpoints(folder)
+    first_step = checkpoints.load(_tensors(task, optimizer))
+    last_save = time.monotonic()
     with metrics_log(folder, first_step) as log, stop_requests() as signals, checkpoints.thread():
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
@@ -109,10 +112,7 @@ def train(
             if is_last or save:
                 checkpoints.save(step + 1, _tensors(task, optimizer), wait=is_last)
                 last_save = time.monotonic()
-            for number, num_ranks_stopped in zip(_SIGNALS, stops, strict=True):
-                if num_ranks_stopped:
-                    text = f"{number.name} stopped the run after step {step + 1}, now saved"
-                    raise Interrupted(number, text)
+            _raise_if_stopped(stops, step + 1)
 
 
 def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -123,6 +123,14 @@ def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for moment, tensor in optimizer.state[parameter].items():
             tensors[f"{moment}.{name}"] = tensor
     return tensors
+
+
+def _raise_if_stopped(stops: list[int], num_steps: int) -> None:
+    """End the run if any rank has received a signal; `stops` counts these ranks by signal."""
+    for number, num_ranks_stopped in zip(_SIGNALS, stops, strict=True):
+        if num_ranks_stopped:
+            text = f"{number.name} stopped the run after step {num_steps}, now saved"
+            raise Interrupted(number, text)
 
 
 def _stop(what: str, checkpoints: Checkpoints) -> None:

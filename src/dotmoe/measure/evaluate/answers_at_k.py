@@ -24,7 +24,7 @@ from dotmoe.text.answers import ALIKE, OTHERS, OwnAnswers
 _OF_A_POINT = ("kl", "kl_stderr", "top1", "top1_stderr")
 
 
-def ks_of_curve(num_experts: int, active_experts: int) -> tuple[int, ...]:
+def ks_of_answer_curve(num_experts: int, active_experts: int) -> tuple[int, ...]:
     """Values of k to measure, ascending: half of the model's own, its own, and three up to E."""
     left_out = num_experts - active_experts
     up = {active_experts + round(thirds * left_out / 3) for thirds in (0, 1, 2, 3)}
@@ -49,7 +49,8 @@ def curve_on_own_answers(
     known_TD = next(iter(taught.values())).hidden[0]
     model: Any = load_weights(folder, known_TD.dtype).to(known_TD.device)
     layers = range(record.first_dense_layers, record.num_layers)
-    ks, points = ks_of_curve(record.num_experts, record.active_experts), list[Values]()
+    ks = ks_of_answer_curve(record.num_experts, record.active_experts)
+    points = list[Values]()
     for active in ks:
         closeness = measured
         if active != record.active_experts:
@@ -67,7 +68,7 @@ def curve_on_own_answers(
 
 
 def _point(record: ExportRecord, active: int, closeness: Mapping[str, Values]) -> Values:
-    share, parameters = record.at(active)
+    share, parameters = record.active_at(active)
     return {
         "active_experts": active,
         "active_fraction": share,

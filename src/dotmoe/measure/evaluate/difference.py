@@ -105,9 +105,10 @@ def _names(result: Values) -> str:
 
 def error_over(values: Sequence[float], weights: Sequence[float]) -> float | None:
     """Standard error of the weighted mean of independent values; None for fewer than two."""
-    number, total = len(values), sum(weights)
+    number = len(values)
     if number < 2:
         return None
+    total = sum(weights)
     mean = sum(v * w for v, w in zip(values, weights, strict=True)) / total
     squares = sum((w * (v - mean)) ** 2 for v, w in zip(values, weights, strict=True))
     return math.sqrt(number / (number - 1) * squares) / total
@@ -123,8 +124,9 @@ def scored_in(result: Values) -> list[int]:
     windows = len(result.get("window_losses", ()))
     if not windows:
         return []
-    full, others = result["window"] - 1, windows - 1
-    return [full] * others + [result["tokens"] - full * others]
+    in_a_full_one = result["window"] - 1
+    all_but_last = [in_a_full_one] * (windows - 1)
+    return [*all_but_last, result["tokens"] - sum(all_but_last)]
 
 
 def nats_with_error(value: float, stderr: float | None, form: str) -> str:

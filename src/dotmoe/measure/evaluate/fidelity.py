@@ -103,28 +103,29 @@ class _Sums:
     """Sums over tokens of how close a model is to the dense one."""
 
     def __init__(self) -> None:
-        self.tokens, self.same_top1 = 0, 0
+        self.tokens = 0
+        self.same_top1 = 0
         self.kl = 0.0
         self.window_kls = list[float]()
         """Mean KL divergence of each window."""
         self._at: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
-        """The `_sums` before and after the head, and of the FFN of each layer."""
+        """The `_sums_over_tokens` before and after the head, and of the FFN of each layer."""
 
     def compare_ffns(
         self, layer: int, block: Any, _: nn.Module, inputs: Any, output: Tensor
     ) -> None:
         """Hook of a dense FFN: run the other model's block on the same input."""
-        self._at[layer] += _sums(block(inputs[0]).flatten(0, 1), output.flatten(0, 1))
+        self._at[layer] += _sums_over_tokens(block(inputs[0]).flatten(0, 1), output.flatten(0, 1))
 
     def compare_windows(self, dense: nn.Module, other: nn.Module, batch: Tensor) -> None:
         """Run both models on windows, [B, T], and add what they predict."""
         dense_TD = hidden_states(dense, batch).flatten(0, 1)
         other_TD = hidden_states(other, batch).flatten(0, 1)
-        self._at["before"] += _sums(other_TD, dense_TD)
+        self._at["before"] += _sums_over_tokens(other_TD, dense_TD)
         logits = logits_in_parts(dense, dense_TD), logits_in_parts(other, other_TD)
         kls = list[Tensor]()
         for (_, dense_TV), (_, other_TV) in zip(*logits, strict=True):
-            self._at["after"] += _sums(other_TV, dense_TV)
+            self._at["after"] += _sums_over_tokens(other_TV, dense_TV)
             is_same_T = other_TV.argmax(dim=1) == dense_TV.argmax(dim=1)
             self.same_top1 += int(is_same_T.sum())
             dense_log, other_log = dense_TV.log_softmax(dim=1), other_TV.log_softmax(dim=1)
@@ -146,13 +147,14 @@ def _ffns(dense: Any, other: Any, record: ExportRecord) -> dict[int, tuple[nn.Mo
     has_heads = record.details.get("splits", [{}])[0].get("target") == "attention"
     if has_heads or (record.shared_size and not output.block_has_shared):
         return {}
-    family, blocks = family_of(dense.config), output.blocks(other)
-    layers, ffn = family.layers(dense), TARGETS["ffn"]
+    family = family_of(dense.config)
+    layers = family.layers(dense)
+    blocks = output.blocks(other)
     split = range(record.first_dense_layers, record.num_layers)
-    return {index: (family.block(layers[index], ffn), blocks[index]) for index in split}
+    return {index: (family.block(layers[index], TARGETS["ffn"]), blocks[index]) for index in split}
 
 
-def _sums(other_TD: Tensor, dense_TD: Tensor) -> Tensor:
+def _sums_over_tokens(other_TD: Tensor, dense_TD: Tensor) -> Tensor:
     """Sums over tokens: cosine, mean squared difference, mean square of the dense entries."""
     other_TD, dense_TD = other_TD.float(), dense_TD.float()
     cosine_T = F.cosine_similarity(other_TD, dense_TD, dim=1)
@@ -164,8 +166,10 @@ def fidelity_table(result: Values) -> Table:
     """Closeness to the dense model before and after the head, and of each FFN."""
     places = {"before the LM head": result["before_head"], "logits": result["after_head"]}
     places |= {f"FFN output, layer {each['layer']}": each for each in result["ffn"]}
-    stderr, number = result.get("kl_stderr"), len(result.get("window_kls", ()))
-    error = "" if stderr is None else f" (± {stderr:.4f} over {number} windows)"
+    error = ""
+    stderr = result.get("kl_stderr")
+    if stderr is not None:
+        error = f" (± {stderr:.4f} over {len(result.get('window_kls', ()))} windows)"
     return table_of(
         places.items(),
         {

@@ -54,8 +54,10 @@ def _opened(tokenizer: Any, prompt: str) -> list[int]:
     """Token ids of a prompt to continue, without the end of text that some tokenizers put there."""
     ids: list[int] = tokenizer(prompt).input_ids
     bare = tokenizer(prompt, add_special_tokens=False).input_ids
-    is_ended = ids[-1:] == [tokenizer.eos_token_id] != bare[-1:]
-    return ids[:-1] if is_ended else ids
+    end = [tokenizer.eos_token_id]
+    has_end = ids[-1:] == end
+    prompt_has_end = bare[-1:] == end
+    return ids[:-1] if has_end and not prompt_has_end else ids
 
 
 @torch.no_grad()

@@ -48,7 +48,8 @@ def quiet_harness() -> Iterator[None]:
 
     import evaluate
 
-    load, git = evaluate.load, patch("lm_eval.evaluator.get_git_commit_hash", str)
+    load = evaluate.load
+    git = patch("lm_eval.evaluator.get_git_commit_hash", str)
 
     def metric(name: str, *options: Any, **named: Any) -> Any:
         return CodeEval() if name == "code_eval" else load(name, *options, **named)
@@ -161,9 +162,10 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         sizes = stock.model.config
         heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
         cached = 2 * sizes.num_hidden_layers * heads * head_dim(sizes)  # numbers a token
-        most = length * int(sizes.vocab_size), min(length, 2 * CHAT_ANSWER) * cached
-        rows = [max(1, MAX_NUMBERS // each) for each in most]
-        scored, written = min(CPU_BATCH, rows[0]), min(Sampling().rows, rows[1])
+        logits_of_a_row = length * int(sizes.vocab_size)
+        cached_of_a_row = min(length, 2 * CHAT_ANSWER) * cached
+        scored = min(CPU_BATCH, max(1, MAX_NUMBERS // logits_of_a_row))
+        written = min(Sampling().rows, max(1, MAX_NUMBERS // cached_of_a_row))
 
     class Runner(HFLM):
         def generate_until(self, *requests: Any, **options: Any) -> Any:
@@ -204,7 +206,8 @@ def _continued(
 
     Rows that reach theirs leave the batch, so none waits for the longest one.
     """
-    tokenizer, width = runner.tokenizer, context_BT.shape[1]
+    tokenizer = runner.tokenizer
+    width = context_BT.shape[1]
     reach = max(map(len, stops)) + 2  # tokens: each has a character or more, but for parts of one
 
     def has_ended(ids: list[int]) -> bool:
@@ -295,7 +298,8 @@ def _request(context: str, answer: str | Values, model: Any) -> tuple[str, int]:
 
 
 def _rows(task: str, output: Values) -> Iterator[Values]:
-    result, counts, members = output["results"][task], output["n-samples"], _members(task, output)
+    result, counts = output["results"][task], output["n-samples"]
+    members = _members(task, output)
     chance = chance_of([sample for member in members for sample in output["samples"][member]])
     for key, value in result.items():
         name, comma, filtered_by = key.partition(",")

@@ -31,7 +31,8 @@ def kept_in_short(record: Values) -> str:
         f"{to_a_tenth(each['kept'])}."
         for each in record["missed"]
     )
-    kept, error = f"{100 * record['kept']:.1f}", record["kept_stderr"]
+    kept = f"{100 * record['kept']:.1f}"
+    error = record["kept_stderr"]
     if error is not None:
         kept += f" ± {100 * error:.1f}"
     return (

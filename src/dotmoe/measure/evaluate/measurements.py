@@ -35,7 +35,8 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
     options are out of range, or the model or text is missing, or they do not fit each other, or
     another process writes to `out`.
     """
-    config, results = checked(config), dict[str, Values]()
+    config = checked(config)
+    results = dict[str, Values]()
     with nullcontext() if config.out is None else alone_in(Path(config.out)):
         for name in config.measurements:
             measure, _ = MEASUREMENTS[name]

@@ -1,4 +1,4 @@
-"""Models as stock Transformers loads them, and scores of tokens."""
+"""Models in the classes of stock Transformers, and scores of tokens."""
 
 import os.path
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ the CPU, [B, T - 1]. Rows are independent. Perplexity needs nothing else of a mo
 
 
 class StockModel(NamedTuple):
-    """A checkpoint as stock Transformers loads it."""
+    """A checkpoint in its class of stock Transformers, with weights that `load_weights` read."""
 
     model: Any
     tokenizer: Any

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.functional import linear
 from dotmoe.common.files import Values
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.tables import Table, percent, table_of
-from dotmoe.measure.evaluate.difference import error_over, nats_with_error
+from dotmoe.measure.evaluate.difference import error_of_mean, error_over, nats_with_error
 from dotmoe.models.chat import end_tokens
 from dotmoe.models.family import DenseModel, readout_of
 from dotmoe.models.load import load_weights
@@ -148,7 +149,8 @@ def _compared(
 ) -> _Sums:
     """Sums over the tokens of one answer."""
     label_T = torch.tensor(answer.ids[answer.answer_start :], device=other_TD.device)
-    kl, same, dense_nats, other_nats = 0.0, 0, 0.0, 0.0
+    same = 0
+    kl, dense_nats, other_nats = 0.0, 0.0, 0.0
     for part, other_TV in logits_in_parts(other, other_TD):
         dense_TV = dense.readout.logits(dense.head(dense.hidden[number][part]))
         dense_log_TV, other_log_TV = dense_TV.log_softmax(1), other_TV.log_softmax(1)
@@ -178,32 +180,37 @@ def share_that_ends(
     `new_tokens`; and the `repetition_penalty`, which must be that of the dense model's answers.
     """
     prompts = [answer.ids[: answer.answer_start] for answer in answers]
-    ends, done, empty = end_tokens(model, tokenizer), dict[int, int](), 0
-    how = replace(ANSWERS, repetition_penalty=repetition_penalty)
+    ends = end_tokens(model, tokenizer)
+    sampling = replace(ANSWERS, repetition_penalty=repetition_penalty)
     room = int(model.config.max_position_embeddings)
-    for made in continuations(model, prompts, how, ends, seed=seed, room=room):
+    ended = dict[int, int]()
+    num_empty = 0
+    for made in continuations(model, prompts, sampling, ends, seed=seed, room=room):
         says_something = _says_something(tokenizer, made.ids, ends)
-        done[made.number] = 1 if made.finished and says_something else 0
+        ended[made.number] = 1 if made.finished and says_something else 0
         if not says_something:
-            empty += 1
-        on_progress(len(done), len(prompts))
-    number = len(answers)
-    by_dense = [
-        answer.finished and _says_something(tokenizer, answer.ids[answer.answer_start :], ends)
-        for answer in answers
-    ]
-    answer_ends = [done[place] for place in range(number)]
-    lost = [int(before) - after for before, after in zip(by_dense, answer_ends, strict=True)]
+            num_empty += 1
+        on_progress(len(ended), len(prompts))
+    num_answers = len(answers)
+    answer_ends = [ended[number] for number in range(num_answers)]
+    dense_ends = [_dense_end(tokenizer, answer, ends) for answer in answers]
+    lost = [dense - own for dense, own in zip(dense_ends, answer_ends, strict=True)]
     return {
-        "ended": sum(answer_ends) / number,
+        "ended": sum(answer_ends) / num_answers,
         "answer_ends": answer_ends,
-        "dense_ended": sum(by_dense) / number,
-        "empty": empty / number,
-        "more_unfinished": sum(lost) / number,
-        "more_unfinished_stderr": error_over(lost, [1] * number),
-        "new_tokens": how.new_tokens,
+        "dense_ended": sum(dense_ends) / num_answers,
+        "empty": num_empty / num_answers,
+        "more_unfinished": sum(lost) / num_answers,
+        "more_unfinished_stderr": error_of_mean(lost),
+        "new_tokens": sampling.new_tokens,
         "repetition_penalty": repetition_penalty,
     }
+
+
+def _dense_end(tokenizer: Any, answer: Answer, ends: set[int]) -> int:
+    """1 if an answer of the dense model has text and an end, else 0."""
+    says_something = _says_something(tokenizer, answer.ids[answer.answer_start :], ends)
+    return 1 if answer.finished and says_something else 0
 
 
 def _says_something(tokenizer: Any, ids: Sequence[int], ends: set[int]) -> bool:
@@ -243,9 +250,11 @@ def _ends(
 ) -> Values:
     """Which answers to one set of questions end; and with a penalty, if the dense model tried."""
     ends = share_that_ends(model, tokenizer, getattr(own, kind), seed, on_progress)
-    if penalised := getattr(own, f"{kind}_penalised"):
-        asked = model, tokenizer, penalised, seed, on_progress
-        ends["with_penalty"] = share_that_ends(*asked, repetition_penalty=PENALTY)
+    penalised = getattr(own, f"{kind}_penalised")
+    if penalised:
+        ends["with_penalty"] = share_that_ends(
+            model, tokenizer, penalised, seed, on_progress, repetition_penalty=PENALTY
+        )
     return ends
 
 
@@ -298,12 +307,11 @@ def ends_by_penalty(closeness: Mapping[str, Values]) -> str | None:
             return None
         plain += values["answer_ends"]
         penalised += values["with_penalty"]["answer_ends"]
-    number = len(plain)
     gained = [after - before for before, after in zip(plain, penalised, strict=True)]
-    error = error_over(gained, [1] * number)
-    if error is None or sum(gained) / number <= 2 * error:
+    error = error_of_mean(gained)
+    if error is None or fmean(gained) <= 2 * error:
         return None
     return (
-        f"{percent(sum(plain) / number)} of its answers end, {percent(sum(penalised) / number)} "
+        f"{percent(fmean(plain))} of its answers end, {percent(fmean(penalised))} "
         f"with repetition_penalty {PENALTY:g} (in generation_config.json)."
     )

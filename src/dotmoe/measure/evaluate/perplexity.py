@@ -89,11 +89,12 @@ def perplexity(
     """
     batches = _batches_of(text, window, batch_size)
     num_tokens = sum(batch.numel() for batch in batches)
-    total, scored, done = 0.0, 0, 0
-    windows = list[float]()
+    total = 0.0
+    scored, done = 0, 0
+    window_losses = list[float]()
     for batch in batches:
         nats_BT = nats(batch)
-        windows += [round(each, 6) for each in nats_BT.mean(dim=1).tolist()]
+        window_losses += [round(each, 6) for each in nats_BT.mean(dim=1).tolist()]
         total += float(nats_BT.sum())
         scored += nats_BT.numel()
         done += batch.numel()
@@ -104,15 +105,10 @@ def perplexity(
             f"the loss is {loss} nats per token, so the model is broken or its dtype overflows. "
             "Load it as float32 to find out which."
         )
-    error = f"standard error over {len(windows)} windows"
-    if len(windows) == 1:
-        error = "standard error over 1 window"
-    if len(windows) < FEW_WINDOWS:
-        error += f", fewer than {FEW_WINDOWS}: a rough one"
     result = {
         "origin": "measured",
         "loss": loss,
-        "window_losses": windows,
+        "window_losses": window_losses,
         "perplexity": math.exp(loss),
         "bits_per_byte": loss / math.log(2) * text.tokens_per_byte,
         "window": window,
@@ -123,9 +119,20 @@ def perplexity(
         "ids_sha256": _sha256_of(batches),
         "protocol": f"{text.joined} and cut into non-overlapping windows of {window} tokens; the "
         f"first token of each window is not scored; {scored:,} tokens scored; mean taken over "
-        f"tokens, {error}.",
+        f"tokens, {_error_in_words(len(window_losses))}.",
     }
-    return result | {"stderr": error_over(windows, scored_in(result))}
+    return result | {"stderr": error_over(window_losses, scored_in(result))}
+
+
+def _error_in_words(windows: int) -> str:
+    """What the standard error over so many windows is, in the protocol sentence."""
+    if windows == 1:
+        error = "standard error over 1 window"
+    else:
+        error = f"standard error over {windows} windows"
+    if windows < FEW_WINDOWS:
+        error += f", fewer than {FEW_WINDOWS}: a rough one"
+    return error
 
 
 def _batches_of(text: ScoredText, window: int, batch_size: int) -> list[Tensor]:
@@ -144,32 +151,52 @@ def _batches_of(text: ScoredText, window: int, batch_size: int) -> list[Tensor]:
 
 
 def packed_text(config: TextConfig, tokenizer: Any) -> ScoredText:
-    r"""Tokens of `config.text`, joined as `config.protocol` specifies.
-
-    packed: see `dotmoe.text.packing.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the
-    tokenizer's own special tokens. Lines keep their line ends, and blank lines become empty:
-    this restores the rows of the data set `wikitext-2-raw-v1` from its file. Each document begins a
-    line, as rows do.
-    """
-    data, digest = DataConfig(data=config.text), hashlib.sha256()
+    """Tokens of `config.text`, joined as `config.protocol` specifies."""
     if config.protocol == "packed":
-        joined = f"Documents joined ({separator_of(tokenizer)})"
-        read = _hashed(documents(data, tokenizer), digest)
-        tokens, tokens_per_byte = pack(read, tokenizer, config.max_tokens)
-        is_whole = config.max_tokens is None or len(tokens) < config.max_tokens
-        sha256 = digest.hexdigest() if is_whole else None
-        return ScoredText(tokens, tokens_per_byte, config.text, joined, text_sha256=sha256)
-    texts = list(_hashed(whole_documents(documents(data)), digest))
+        return _packed_documents(config, tokenizer)
+    return _joined_lines(config, tokenizer)
+
+
+def _packed_documents(config: TextConfig, tokenizer: Any) -> ScoredText:
+    """The documents tokenised one by one, as for training: see `dotmoe.text.packing.pack`."""
+    digest = hashlib.sha256()
+    read = _hashed(documents(DataConfig(data=config.text), tokenizer), digest)
+    tokens, tokens_per_byte = pack(read, tokenizer, config.max_tokens)
+    is_whole = config.max_tokens is None or len(tokens) < config.max_tokens
+    return ScoredText(
+        tokens,
+        tokens_per_byte,
+        names=config.text,
+        joined=f"Documents joined ({separator_of(tokenizer)})",
+        text_sha256=digest.hexdigest() if is_whole else None,
+    )
+
+
+def _joined_lines(config: TextConfig, tokenizer: Any) -> ScoredText:
+    r"""`"\n\n".join(lines)` tokenised whole, with the tokenizer's own special tokens, as GPTQ does.
+
+    Lines keep their line ends, and blank lines become empty: this restores the rows of the data set
+    `wikitext-2-raw-v1` from its file. Each document begins a line, as rows do.
+    """
+    digest = hashlib.sha256()
+    read = whole_documents(documents(DataConfig(data=config.text)))
+    texts = list(_hashed(read, digest))
     lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
-    ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())
+    ids = tokenizer(rows, verbose=False).input_ids
+    num_bytes = len("".join(texts).encode())
     if not ids or not num_bytes:
         raise UserError("the data holds no text. Name sources with text in them.")
-    joined = r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
     tokens = torch.tensor(ids[: config.max_tokens], dtype=torch.int32)
-    sha256 = digest.hexdigest() if len(tokens) == len(ids) else None
-    tokens_per_byte = len(ids) / num_bytes
-    return ScoredText(tokens, tokens_per_byte, config.text, joined, True, sha256)
+    is_whole = len(tokens) == len(ids)
+    return ScoredText(
+        tokens,
+        tokens_per_byte=len(ids) / num_bytes,
+        names=config.text,
+        joined=r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,',
+        only_full_windows=True,
+        text_sha256=digest.hexdigest() if is_whole else None,
+    )
 
 
 def _hashed(documents: Iterable[str], digest: Any) -> Iterator[str]:
@@ -201,7 +228,8 @@ def heldout_perplexity(
     model: Any, tokenizer: Any, texts: Heldout, on_progress: Update = no_update
 ) -> Values:
     """`perplexity` of a stock model on the first text; a second text's is added as `other`."""
-    results, joined = [], f"Documents joined ({separator_of(tokenizer)})"
+    joined = f"Documents joined ({separator_of(tokenizer)})"
+    results = []
     for names, blocks in texts.items():
         tokens = blocks.tokens_BT.flatten()
         num_bytes = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
@@ -213,12 +241,13 @@ def heldout_perplexity(
 def export_perplexity(
     folder: Path,
     tokenizer: Any,
-    place: tuple[torch.dtype, torch.device],
     texts: Heldout,
     on_progress: Update = no_update,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Values:
-    """`heldout_perplexity` of an export, which is in memory only meanwhile: a dtype, a device."""
-    dtype, device = place
+    """`heldout_perplexity` of an export, which is in memory only meanwhile."""
     model: Any = load_weights(folder, dtype).to(device)
     return heldout_perplexity(model, tokenizer, texts, on_progress)
 
@@ -228,7 +257,8 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
     corpus = config.corpus
 
     def measured(stock: StockModel, update: Update) -> Values:
-        text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
+        text = packed_text(corpus, stock.tokenizer)
+        window = corpus.window_in(stock.context)
         return perplexity(stock_nats(stock.model), text, window, corpus.windows_at_once, update)
 
     def of_gguf(file: Path, context: int, update: Update) -> Values:
@@ -248,58 +278,33 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
     return sides if config.against else sides["model"]
 
 
-def ladder(num_experts: int, active_experts: int) -> tuple[int, ...]:
+def ks_of_text_curve(num_experts: int, active_experts: int) -> tuple[int, ...]:
     """Values of k for a curve, ascending: 1/8 to 6/8 of E, E itself, and the model's own k."""
-    rungs = {max(1, round(eighths * num_experts / 8)) for eighths in (1, 2, 3, 4, 6, 8)}
-    return tuple(sorted(rungs | {active_experts}))
+    ks = {max(1, round(eighths * num_experts / 8)) for eighths in (1, 2, 3, 4, 6, 8)}
+    return tuple(sorted(ks | {active_experts}))
 
 
 def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
     """Perplexity of an export on `config.corpus` at several k, and the parameters active at each.
 
     k = E is always among them: it computes with all weights that were split, the dense model's
-    unless `all_experts.model` states otherwise. Without `config.curve` the others are `ladder`'s.
+    unless `all_experts.model` states otherwise. Without `config.curve` the others are those of
+    `ks_of_text_curve`.
     """
-    folder, corpus = model_folder(config.model), config.corpus
+    folder = model_folder(config.model)
     record = ExportRecord.load(folder)
-    if not record.active_experts_editable:
-        free = [name for name, output in FORMATS.items() if output.active_experts_editable]
-        remedy = f"Export the run as {' or '.join(free)}."
-        if record.format in free:  # attention has a k of its own
-            remedy = "Convert with FFNs or attention as the only target."
-        raise UserError(
-            f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
-            f"has no curve. {remedy}"
-        )
+    _require_free_k(folder, record)
     now = active_experts_of(folder, record)  # config.json may be edited
-    chosen = config.curve or ladder(record.num_experts, now)
+    chosen = config.curve or ks_of_text_curve(record.num_experts, now)
     if max(chosen) > record.num_experts:
         raise UserError(
             f"curve has k = {max(chosen)}, but {folder} has {record.num_experts} experts a layer. "
             f"Choose 1 to {record.num_experts}."
         )
+    ks = sorted({*chosen, record.num_experts})
     stock = loaded(folder, config.load)
-    text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
-    layers = range(record.first_dense_layers, record.num_layers)
-    nats, measured = stock_nats(stock.model), dict[int, Values]()
-    for active in sorted({*chosen, record.num_experts}):
-        FORMATS[record.format].run_active_experts(stock.model, layers, active)
-        with progress.bar(f"k = {active}", tokens=1) as update:
-            measured[active] = perplexity(nats, text, window, corpus.windows_at_once, update)
-    whole, points = measured[record.num_experts], []
-    for active, result in measured.items():
-        share, parameters = record.at(active)
-        change, stderr = difference(result, whole)
-        points.append(
-            {
-                "active_experts": active,
-                "active_fraction": share,
-                "active_parameters": parameters,
-                **{key: result[key] for key in ("loss", "stderr", "perplexity", "bits_per_byte")},
-                "loss_above_all_experts": change,
-                "loss_above_all_experts_stderr": stderr,
-            }
-        )
+    measured = _perplexity_by_k(stock, record, ks, config.corpus, progress)
+    whole = measured[record.num_experts]
     all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
     return {
         **{name: getattr(record, name) for name in ("name", "format", "source")},
@@ -310,8 +315,56 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
         "target": record.target,
         "dense_parameters": record.parameters["dense"],
         "all_experts": {"model": all_experts, "perplexity": whole["perplexity"]},
-        "points": points,
+        "points": [_point(record, active, each, whole) for active, each in measured.items()],
         **{name: whole[name] for name in ("text", "window", "tokens", "unit", "protocol")},
+    }
+
+
+def _require_free_k(folder: Path, record: ExportRecord) -> None:
+    """Raise a `UserError` if the format of an export fixes its k."""
+    if record.active_experts_editable:
+        return
+    free = [name for name, output in FORMATS.items() if output.active_experts_editable]
+    remedy = f"Export the run as {' or '.join(free)}."
+    if record.format in free:  # attention has a k of its own
+        remedy = "Convert with FFNs or attention as the only target."
+    raise UserError(
+        f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
+        f"has no curve. {remedy}"
+    )
+
+
+def _perplexity_by_k(
+    stock: StockModel,
+    record: ExportRecord,
+    ks: Iterable[int],
+    corpus: TextConfig,
+    progress: Progress,
+) -> dict[int, Values]:
+    """`perplexity` of an export at each k, which is set in the loaded model."""
+    text = packed_text(corpus, stock.tokenizer)
+    window = corpus.window_in(stock.context)
+    layers = range(record.first_dense_layers, record.num_layers)
+    nats = stock_nats(stock.model)
+    measured = dict[int, Values]()
+    for active in ks:
+        FORMATS[record.format].run_active_experts(stock.model, layers, active)
+        with progress.bar(f"k = {active}", tokens=1) as update:
+            measured[active] = perplexity(nats, text, window, corpus.windows_at_once, update)
+    return measured
+
+
+def _point(record: ExportRecord, active: int, result: Values, whole: Values) -> Values:
+    """One point of a curve: `result` at `active` experts, beside `whole`, that of all experts."""
+    share, parameters = record.active_at(active)
+    change, stderr = difference(result, whole)
+    return {
+        "active_experts": active,
+        "active_fraction": share,
+        "active_parameters": parameters,
+        **{key: result[key] for key in ("loss", "stderr", "perplexity", "bits_per_byte")},
+        "loss_above_all_experts": change,
+        "loss_above_all_experts_stderr": stderr,
     }
 
 
@@ -322,7 +375,8 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
     """
     rows = [result | {"model": name} for name, result in models.items()]
     first, *others = rows
-    unit, than_first = first["unit"], f"above {Path(first['model']).name}"
+    unit = first["unit"]
+    than_first = f"above {Path(first['model']).name}"
     above = {row["model"]: shown_difference(row, first) for row in rows}
     notes = dict.fromkeys([_protocol(first), *(note for _, note in above.values())])
     columns: dict[str, Callable[[Values], str]] = {

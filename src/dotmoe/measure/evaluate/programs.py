@@ -15,8 +15,10 @@ from contextlib import suppress
 from tempfile import TemporaryDirectory
 from typing import Any
 
-SECONDS, WAITED = 3, 30
-"""Computing time of a program, as in HumanEval's own evaluation, and the longest wait for it."""
+SECONDS = 3
+"""Computing time of a program, as in HumanEval's own evaluation."""
+WAITED = 30
+"""Longest time to wait for a program, in seconds."""
 _MOST = {"CPU": SECONDS, "AS": 1 << 30, "FSIZE": 0, "CORE": 0}
 """Limits by the name of the resource: seconds, bytes of memory, of a file and of a core dump."""
 _DONE = 86

@@ -9,9 +9,7 @@ from dotmoe.measure.evaluate.difference import (
     require_asked_alike,
     score_difference,
 )
-from dotmoe.measure.evaluate.models import (
-    sides_of,
-)
+from dotmoe.measure.evaluate.models import sides_of
 from dotmoe.measure.evaluate.tasks import is_share, main_scores
 
 
@@ -125,8 +123,10 @@ def with_error(score: Values | None) -> str | None:
     """A score and its standard error, if that is known; shares of right answers in per cent."""
     if score is None:
         return None
-    factor, form = 1, ".3f"
+    factor = 1
+    form = ".3f"
     if is_share(score):
-        factor, form = 100, ".1f"
+        factor = 100
+        form = ".1f"
     error = "" if score["stderr"] is None else f" ± {factor * score['stderr']:{form}}"
     return f"{factor * score['value']:{form}}{error}"

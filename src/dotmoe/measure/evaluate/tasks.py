@@ -2,14 +2,14 @@
 
 import math
 import os.path
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError, nearest
@@ -17,14 +17,8 @@ from dotmoe.common.files import Values, alone_in, read_json, sha256_of, write_js
 from dotmoe.common.progress import Progress
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate import harness
-from dotmoe.measure.evaluate.difference import (
-    share_kept,
-)
-from dotmoe.measure.evaluate.models import (
-    context_of,
-    model_folder,
-    require_unchanged_dense,
-)
+from dotmoe.measure.evaluate.difference import share_kept
+from dotmoe.measure.evaluate.models import context_of, model_folder, require_unchanged_dense
 from dotmoe.models.checkpoint import dtype_name
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import resolved_dtype
@@ -88,6 +82,31 @@ SETS = {
 """Sets of tasks for `--tasks`, with the paper's metrics: its six, and tab:sparsity_detailed."""
 
 
+class _Asked(NamedTuple):
+    """The tasks that are asked, by name."""
+
+    identities: dict[str, Values]
+    """What a result depends on beside the model: shots, data and settings; of every task."""
+    local: dict[str, tuple[str, Mapping[str, Path]]]
+    """Definition, and files by split, of tasks whose data lie in a folder."""
+    notes: dict[str, list[str]]
+    """How these data differ from the official ones."""
+
+
+class _Side(NamedTuple):
+    """One of the models that are asked."""
+
+    name: str
+    folder: Path
+    fingerprint: str
+    config: EvaluateConfig
+    """The options for this model: its `max_length` may be less than its own context."""
+    notes: list[str]
+    """What is said of the scores of all its tasks."""
+    out: Path
+    """Folder of its results, a file for each task."""
+
+
 def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     """Run `config.tasks`; gives each model's `tasks`, as in their files, and `averages`.
 
@@ -96,81 +115,113 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     smaller of their contexts. Raises `UserError` if there is no such harness, model, task or file,
     or a result of other settings is where one would be written.
     """
-    identities, local, notes = _asked(config)
+    asked = _asked(config)
     folders = {label: model_folder(name) for label, name in config.names.items()}
     if "against" in folders:
         require_unchanged_dense(folders["model"], folders["against"])
     fingerprints = {label: fingerprint(folder) for label, folder in folders.items()}
     out = Path(config.out or default_folder(config.model, fingerprints["model"]))
-    tasks = cache(lambda: harness.loaded_tasks(list(identities), local, list(SETS)))
-    configs = _within_both(config, folders)
-
-    def measured(label: str, folder: Path) -> Values:
-        model, results, how = config.names[label], dict[str, Values](), configs[label]
-        weights = fingerprints[label]
-        runner = cache(lambda: harness.harness_model(folder, how))
-        for name, same_of_all in identities.items():
-            identity = same_of_all | {"max_length": how.max_length, "model": weights}
-            file = out / ("tasks" if label == "model" else label) / f"{name}.json"
-            if file.is_file():
-                results[name] = _finished(file, identity)
-                progress.log(f"{model}: {name} is finished already")
-                continue
-            progress.log(f"{model}: {name}")
-            asked = tasks()[name], identity["shots"], config.limit
-            scored = harness.run_tasks(runner(), *asked, as_chat=config.chat_template)
-            mark_main(scored["scores"], name)
-            scored["notes"] = notes.get(name, []) + scored["notes"]
-            if config.repetition_penalty != 1.0:
-                penalty = f"{config.repetition_penalty:g}"
-                scored["notes"].append(f"answers are written with repetition_penalty {penalty}")
-            if how != config:
-                length = f"{how.max_length:,} tokens, the context of the model beside it"
-                scored["notes"].append(f"{model} may see {length}, though its own is longer")
-            results[name] = {
-                "origin": "measured",
-                "task": name,
-                "model": {
-                    "name": model,
-                    FINGERPRINT: weights,
-                    "context": runner().max_length,
-                },
-                "limit": config.limit,
-                **scored,
-                "identity": identity,
-                "provenance": provenance(1234),  # the harness's own seed of solved examples
-            }
-            write_json(file, results[name])
-        return of_model(model, results.values()) | {FINGERPRINT: weights}
-
+    load_tasks = cache(
+        lambda: harness.loaded_tasks(list(asked.identities), asked.local, list(SETS))
+    )
+    sides = {
+        label: _Side(
+            name=config.names[label],
+            folder=folders[label],
+            fingerprint=fingerprints[label],
+            config=own_config,
+            notes=_notes_on_asking(config.names[label], config, own_config),
+            out=out / ("tasks" if label == "model" else label),
+        )
+        for label, own_config in _within_both(config, folders).items()
+    }
     is_locked = config.out is not None  # by the caller
     with nullcontext() if is_locked else alone_in(out), harness.quiet_harness():
-        result = {label: measured(label, folder) for label, folder in folders.items()}
-    averages, others = (result.get(side, {}).get("averages", {}) for side in ("model", "against"))
+        result = {
+            label: _results_of(side, asked, load_tasks, progress) for label, side in sides.items()
+        }
+    averages = result["model"]["averages"]
+    others = result["against"]["averages"] if "against" in result else {}
     shared = averages.keys() & others.keys()
     return result | {
         "kept": {label: share_kept(averages[label], others[label]) for label in shared}
     }
 
 
-def _asked(
-    config: EvaluateConfig,
-) -> tuple[dict[str, Values], dict[str, tuple[str, Mapping[str, Path]]], dict[str, list[str]]]:
-    """How each of `config.tasks` is asked; definition and files of local ones; notes on those."""
-    named = (SETS.get(name, (name,)) for name in config.tasks)
-    local, notes = dict[str, tuple[str, Mapping[str, Path]]](), dict[str, list[str]]()
-    identities, settings = dict[str, Values](), _settings(config)
-    for name in dict.fromkeys(chain.from_iterable(named)):
+def _results_of(
+    side: _Side,
+    asked: _Asked,
+    load_tasks: Callable[[], Mapping[str, list[Any]]],
+    progress: Progress,
+) -> Values:
+    """The tasks of one model, run or read; its weights and the tasks are loaded if one is run."""
+    runner = cache(lambda: harness.harness_model(side.folder, side.config))
+    results = dict[str, Values]()
+    for name, same_of_all in asked.identities.items():
+        identity = same_of_all | {"max_length": side.config.max_length, "model": side.fingerprint}
+        file = side.out / f"{name}.json"
+        if file.is_file():
+            results[name] = _finished(file, identity)
+            progress.log(f"{side.name}: {name} is finished already")
+            continue
+        progress.log(f"{side.name}: {name}")
+        tasks = load_tasks()[name]
+        scored = harness.run_tasks(
+            runner(),
+            tasks,
+            shots=identity["shots"],
+            limit=side.config.limit,
+            as_chat=side.config.chat_template,
+        )
+        mark_main(scored["scores"], name)
+        scored["notes"] = [*asked.notes.get(name, []), *scored["notes"], *side.notes]
+        results[name] = {
+            "origin": "measured",
+            "task": name,
+            "model": {
+                "name": side.name,
+                FINGERPRINT: side.fingerprint,
+                "context": runner().max_length,
+            },
+            "limit": side.config.limit,
+            **scored,
+            "identity": identity,
+            "provenance": provenance(1234),  # the harness's own seed of solved examples
+        }
+        write_json(file, results[name])
+    return of_model(side.name, results.values()) | {FINGERPRINT: side.fingerprint}
+
+
+def _notes_on_asking(name: str, config: EvaluateConfig, own_config: EvaluateConfig) -> list[str]:
+    """What is said of the scores of a model: a penalty, and a context cut by `own_config`."""
+    notes = list[str]()
+    if config.repetition_penalty != 1.0:
+        penalty = f"{config.repetition_penalty:g}"
+        notes.append(f"answers are written with repetition_penalty {penalty}")
+    is_cut = own_config.max_length != config.max_length
+    if is_cut:
+        length = f"{own_config.max_length:,} tokens, the context of the model beside it"
+        notes.append(f"{name} may see {length}, though its own is longer")
+    return notes
+
+
+def _asked(config: EvaluateConfig) -> _Asked:
+    """How each of `config.tasks` is asked, those of a set one by one."""
+    asked = _Asked(identities={}, local={}, notes={})
+    settings = _settings(config)
+    names = (SETS.get(name, (name,)) for name in config.tasks)
+    for name in dict.fromkeys(chain.from_iterable(names)):
         shots = TASKS[name].shots if name in TASKS and config.shots is None else config.shots
-        identities[name] = {"shots": shots} | settings
+        identity: Values = {"shots": shots} | settings
+        asked.identities[name] = identity
         if config.task_data is not None:
-            files, notes[name] = local_files(Path(config.task_data), name, shots or 0)
-            local[name] = TASKS[name].definition, files
-            identities[name]["data"] = {
+            files, asked.notes[name] = local_files(Path(config.task_data), name, shots or 0)
+            asked.local[name] = TASKS[name].definition, files
+            identity["data"] = {
                 split: {"file": f"{file.parent.name}/{file.name}", "sha256": sha256_of(file)}
                 for split, file in files.items()
             }
-    return identities, local, notes
+    return asked
 
 
 def _settings(config: EvaluateConfig) -> Values:
@@ -239,9 +290,13 @@ def local_files(folder: Path, name: str, shots: int) -> tuple[dict[str, Path], l
             f"{name} cannot be read from a folder; {', '.join(TASKS)} can."
             f"{nearest(name, [*SETS, *TASKS])} Leave out --task-data to take it from the hub."
         )
-    files, notes = dict[str, Path](), []
+    files = dict[str, Path]()
+    notes = list[str]()
     scored = TASKS[name].scored
-    for path in (f"{Path(scored).parent}/train", scored) if shots else (scored,):
+    paths = [scored]
+    if shots:
+        paths.insert(0, f"{Path(scored).parent}/train")
+    for path in paths:
         taken = {path: "", **STAND_INS.get(path, {})}
         places = ((folder / f"{each}{suffix}", each) for each in taken for suffix in SUFFIXES)
         file, source = next((place for place in places if place[0].is_file()), (None, ""))

@@ -2,9 +2,10 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -16,7 +17,7 @@ from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, context_note, format_for
 from dotmoe.export.format import EXPORTED
 from dotmoe.export.gguf_limits import room_in_llama_cpp
-from dotmoe.export.transformers_format import TransformersFormat, limits_met
+from dotmoe.export.transformers_format import TransformersFormat, server_faults
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection.planner import (
     ACCELERATORS,
@@ -24,7 +25,7 @@ from dotmoe.measure.inspection.planner import (
     measured_here,
     plan_step,
 )
-from dotmoe.measure.inspection.sizes import Sizes, exported_bytes
+from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
 from dotmoe.measure.inspection.stages import (
     SPLIT_LEFT_OUT,
     UNMEASURED,
@@ -33,7 +34,7 @@ from dotmoe.measure.inspection.stages import (
 )
 from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
-from dotmoe.method.granularity import Splits, to_record
+from dotmoe.method.granularity import to_record
 from dotmoe.models.chat import states_chats
 from dotmoe.models.checkpoint import Tensors, dtype_name, is_gguf, require_checkpoint
 from dotmoe.models.family import DenseModel, family_of, meta_model
@@ -44,6 +45,21 @@ from dotmoe.text.tokenise import require_sources
 
 AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
+"""Hours of the units of a duration."""
+
+
+class _Sized(NamedTuple, Generic[AnyConversion]):
+    """A conversion with the options settled, and the sizes of its model."""
+
+    options: AnyConversion
+    """The options as `convert` settles them."""
+    dense: DenseModel
+    """The described model, without weights."""
+    sizes: Sizes
+    form: TransformersFormat | None
+    """The format of the export; None if no format can hold it."""
+    refusal: str = ""
+    """Why no format can hold it."""
 
 
 def plan_of(config: InspectConfig) -> dict[str, Any]:
@@ -51,15 +67,16 @@ def plan_of(config: InspectConfig) -> dict[str, Any]:
 
     Raises a `UserError` also for sources of text that do not exist, though their text is not read.
     """
-    dense, folder = dense_config(config.model)
-    stored, is_chat = stored_dtype(dense, folder), states_chats(folder)
+    stock_config, folder = dense_config(config.model)
+    stored = stored_dtype(stock_config, folder)
+    is_chat = states_chats(folder)
     require_sources(with_sources(config, is_chat=is_chat).data, config.eval_text)
-    plan = inspect_model(dense, config, stored=stored, is_chat=is_chat)
+    plan = inspect_model(stock_config, config, stored=stored, is_chat=is_chat)
     return {"model": config.model, **plan}
 
 
 def inspect_model(
-    config: Any,
+    stock_config: Any,
     options: InspectConfig,
     *,
     stored: torch.dtype,
@@ -75,9 +92,8 @@ def inspect_model(
     """
     check(options)
     device = resolved_device(options.load.device)
-    options = with_sources(options, is_chat=is_chat)
-    options, dense, sizes, form = _sized(config, options, stored)
-    is_asked = options.finetune_recipe or options.finetune_steps or options.train
+    sized = _sized(stock_config, with_sources(options, is_chat=is_chat), stored)
+    options, sizes = sized.options, sized.sizes
     machines = _quoted_machines(options, stored)
     if not options.gpu:
         machines.insert(0, here or _measured(device, options, stored))
@@ -86,55 +102,70 @@ def inspect_model(
         options, why = chosen_in_time(options, machines[0])
         chosen.append(why)
     stages = Stages(sizes, options, is_chat=is_chat)
-    trainings = stages.trainings()
     if stages.compares_layers:
         most = sizes.widths.layers // LAYERS_PER_DENSE
         chosen.append(f"up to {most} leading layers stay dense, which it measures on the text")
-    plans, conversions = list[dict[str, Any]](), list[dict[str, Any]]()
-    choices = list[dict[str, Any]]()
-    for machine in machines:
-        made = {
-            task: {"task": task, **plan_step(step, machine, tokens=tokens)}
-            for task, (step, tokens) in trainings.items()
-        }
-        plans += made.values()
-        align = made.get("align")
-        conversions.append(stages.on(machine, align))
-        if not choices and options.repair:  # on the first machine
-            choices = _repair_choices(stages, machine, align)
-            if "finetune" in made:
-                hours = made["finetune"]["hours"]
-                choices.append({"command": _finetune_command(options), "hours": hours})
-    written = {row["stage"]: row["disk"] for row in conversions[0]["stages"] if row["disk"]}
-    there = {"dense checkpoint (unless it is there)": stored.itemsize * sizes.counts.dense_total}
-    items = {"disk": there | written, "exported": exported_bytes(sizes)}
+    trainings = stages.trainings()
+    plans = [_plans_on(machine, trainings) for machine in machines]
+    conversions = [
+        stages.on(machine, plan.get("align")) for machine, plan in zip(machines, plans, strict=True)
+    ]
     return {
         "origin": "estimated",
-        "model_type": config.model_type,
+        "model_type": stock_config.model_type,
         "widths": sizes.widths._asdict(),
         "stored_dtype": dtype_name(stored),
         "written_dtype": dtype_name(sizes.written),
         "granularity": to_record(sizes.splits),
         "counts": asdict(sizes.counts),
-        "run": {
-            "shown": [task for task in trainings if task == "align" or is_asked],
-            "tokens": {task: tokens for task, (_, tokens) in trainings.items()},
-            "text_tokens": stages.text_tokens,
-            "writing": [{"tokens": each.tokens, **asdict(each)} for each in stages.writing],
-            "calibration_tokens": stages.calibration_tokens,
-            "repair_tokens": stages.repair_tokens,
-            "repair_epochs": options.repairing.repair_epochs,
-            "device": str(device),
-        },
-        **items,
-        **{f"{name}_total": sum(each.values()) for name, each in items.items()},
+        "run": {**_run_of(stages, options), "device": str(device)},
+        **_items_on_disk(sizes, conversions[0]),
         "conversions": conversions,
-        "choices": choices,
-        "plans": plans,
+        "choices": _choices(stages, options, machines[0], plans[0]),
+        "plans": [plan for on_machine in plans for plan in on_machine.values()],
         "chosen": chosen,
         "unmeasured": _unmeasured(options, stages),
-        "warnings": _warnings(dense, sizes, options, form),
-        "limits": _limits(dense, sizes, form),
+        "warnings": _warnings(sized),
+        "limits": _limits(sized),
+    }
+
+
+def _plans_on(
+    machine: Accelerator, trainings: Mapping[str, tuple[Step, int]]
+) -> dict[str, dict[str, Any]]:
+    """The plan of each training on one machine, by task."""
+    return {
+        task: {"task": task, **plan_step(step, machine, tokens=tokens)}
+        for task, (step, tokens) in trainings.items()
+    }
+
+
+def _run_of(stages: Stages, options: InspectConfig) -> dict[str, Any]:
+    """What a run would read, write and train on, in tokens."""
+    trainings = stages.trainings()
+    shows_finetuning = options.finetune_recipe or options.finetune_steps or options.train
+    return {
+        "shown": [task for task in trainings if task == "align" or shows_finetuning],
+        "tokens": {task: tokens for task, (_, tokens) in trainings.items()},
+        "text_tokens": stages.text_tokens,
+        "writing": [{"tokens": each.tokens, **asdict(each)} for each in stages.writing],
+        "calibration_tokens": stages.calibration_tokens,
+        "repair_tokens": stages.repair_tokens,
+        "repair_epochs": options.repairing.repair_epochs,
+    }
+
+
+def _items_on_disk(sizes: Sizes, conversion: dict[str, Any]) -> dict[str, Any]:
+    """Bytes by item that a conversion needs on disk, and those of the export; and both totals."""
+    dense_bytes = sizes.stored.itemsize * sizes.counts.dense_total
+    disk = {"dense checkpoint (unless it is there)": dense_bytes}
+    disk |= {row["stage"]: row["disk"] for row in conversion["stages"] if row["disk"]}
+    exported = exported_bytes(sizes)
+    return {
+        "disk": disk,
+        "exported": exported,
+        "disk_total": sum(disk.values()),
+        "exported_total": sum(exported.values()),
     }
 
 
@@ -150,14 +181,27 @@ def _quoted_machines(options: InspectConfig, stored: torch.dtype) -> list[Accele
     ]
 
 
-def _repair_choices(
-    stages: Stages, machine: Accelerator, align: dict[str, Any] | None
+def _choices(
+    stages: Stages,
+    options: InspectConfig,
+    machine: Accelerator,
+    plans: Mapping[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Command and hours of a conversion with each repair to choose from."""
-    return [
+    """Commands to choose from on a machine, with hours: a conversion by each repair, a finetuning.
+
+    `plans` are those of the trainings on the machine. Empty if nothing is to be repaired.
+    """
+    if not options.repair:
+        return []
+    align = plans.get("align")
+    choices = [
         {"command": f"convert MODEL OUT {name}", "hours": choice.on(machine, align)["hours"]}
         for name, choice in stages.repaired()
     ]
+    if "finetune" in plans:
+        hours = plans["finetune"]["hours"]
+        choices.append({"command": _finetune_command(options), "hours": hours})
+    return choices
 
 
 def _finetune_command(options: InspectConfig) -> str:
@@ -181,11 +225,12 @@ def _unmeasured(options: InspectConfig, stages: Stages) -> list[str]:
     return sentences
 
 
-def _limits(dense: DenseModel, sizes: Sizes, form: TransformersFormat | str) -> list[str]:
+def _limits(sized: _Sized[InspectConfig]) -> list[str]:
     """What servers of the exported format cannot do."""
-    if isinstance(form, str) or "vLLM" not in form.servers:
+    form, sizes = sized.form, sized.sizes
+    if form is None or "vLLM" not in form.servers:
         return []
-    return limits_met(form.config(dense, sizes.split, dtype_name(sizes.written)))
+    return server_faults(form.config(sized.dense, sizes.split, dtype_name(sizes.written)))
 
 
 def chosen_in_time(
@@ -195,26 +240,20 @@ def chosen_in_time(
 
     Raises a `UserError` if `time` is no duration, none fits, or the repair is given as well.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", config.time or "")
-    if not match:
-        raise UserError(f"time is {config.time!r}, but it must be a duration, as 30m, 2h or 1d.")
-    if not config.repair or config.repairing != RepairConfig():
-        raise UserError(
-            f"time is {config.time}, which chooses the repair, but options of a repair are given "
-            "as well. Leave one of the two out."
-        )
-    model, folder = dense_config(config.model)
-    stored, device = stored_dtype(model, folder), resolved_device(config.load.device)
+    allowed_hours = _hours_allowed(config)
+    stock_config, folder = dense_config(config.model)
+    stored = stored_dtype(stock_config, folder)
+    device = resolved_device(config.load.device)
     is_chat = states_chats(folder)
-    meant, _, sizes, _ = _sized(model, with_sources(config, is_chat=is_chat), stored)
+    sized = _sized(stock_config, with_sources(config, is_chat=is_chat), stored)
     here = here or replace(_measured(device, config, stored), gpus=num_ranks())
-    stages, estimates = Stages(sizes, meant, is_chat=is_chat), list[str]()
-    training = stages.trainings().get("align")
-    align = None if training is None else plan_step(training[0], here, tokens=training[1])
+    stages = Stages(sized.sizes, sized.options, is_chat=is_chat)
+    align = _plans_on(here, stages.trainings()).get("align")
+    estimates = list[str]()
     for name, choice in stages.repaired():
         hours = choice.on(here, align)["hours"] or math.inf
         estimates.append(f"{name or 'the default repair'} about {in_time(hours)}")
-        if hours <= float(match[1]) * _HOURS[match[2]]:
+        if hours <= allowed_hours:
             text = f"time {config.time}: takes {', not '.join(reversed(estimates))}, by estimate"
             return replace(config, repairing=choice.config.repairing), text
     raise UserError(
@@ -223,23 +262,41 @@ def chosen_in_time(
     )
 
 
-def _sized(
-    config: Any, options: AnyConversion, stored: torch.dtype
-) -> tuple[AnyConversion, DenseModel, Sizes, TransformersFormat | str]:
-    """The options as `convert` settles them, the described model, its sizes, and the format.
+def _hours_allowed(config: RunConfig) -> float:
+    """Hours of `config.time`; raises a `UserError` as `chosen_in_time` does."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", config.time or "")
+    if not match:
+        raise UserError(f"time is {config.time!r}, but it must be a duration, as 30m, 2h or 1d.")
+    if not config.repair or config.repairing != RepairConfig():
+        raise UserError(
+            f"time is {config.time}, which chooses the repair, but options of a repair are given "
+            "as well. Leave one of the two out."
+        )
+    number, unit = match.groups()
+    return float(number) * _HOURS[unit]
 
-    Instead of the format, why none can hold this.
+
+def _sized(stock_config: Any, options: AnyConversion, stored: torch.dtype) -> _Sized[AnyConversion]:
+    """Settle the options for a model of a Hugging Face config, stored in a dtype, and size it.
+
+    Raises a `UserError` if no layer is split.
     """
     written = EXPORTED.get(stored, torch.bfloat16)
     if options.export.export_dtype != "source":
         written = getattr(torch, options.export.export_dtype)
-    model, family = meta_model(config), family_of(config)
+    model = meta_model(stock_config)
+    family = family_of(stock_config)
     dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
     options = with_defaults(options, dense, written)
     splits = splits_for(options.method, options, dense, written)
     sizes = Sizes(model, splits, stored=stored, written=written)
-    form = _format_or_refusal(dense, splits, options.export.format, written)
-    return options, dense, sizes, form
+    try:
+        form = FORMATS[format_for(dense, splits, options.export.format, written).name]
+    except UserError as error:
+        if splits[0].first_dense_layers >= dense.widths.layers:
+            raise
+        return _Sized(options, dense, sizes, form=None, refusal=str(error))
+    return _Sized(options, dense, sizes, form)
 
 
 def _measured(device: torch.device, options: RunConfig, stored: torch.dtype) -> Accelerator:
@@ -250,7 +307,7 @@ def _measured(device: torch.device, options: RunConfig, stored: torch.dtype) -> 
     return measured_here(device, dtype)
 
 
-def stored_dtype(config: Any, folder: Path) -> torch.dtype:
+def stored_dtype(stock_config: Any, folder: Path) -> torch.dtype:
     """Dtype of the FFN weights in a checkpoint, else the config's, else bfloat16.
 
     Raises a `UserError` for tensors that are not those of the config's model, and for pickles.
@@ -258,9 +315,10 @@ def stored_dtype(config: Any, folder: Path) -> torch.dtype:
     if not any(each.suffix == ".safetensors" or is_gguf(each) for each in folder.iterdir()):
         if any(each.suffix in (".bin", ".pt", ".pth") for each in folder.iterdir()):
             require_checkpoint(folder)
-        dtype = getattr(config, "dtype", None) or torch.bfloat16
+        dtype = getattr(stock_config, "dtype", None) or torch.bfloat16
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model, family = meta_model(config), family_of(config)
+    model = meta_model(stock_config)
+    family = family_of(stock_config)
     dense = DenseModel(
         model=model, weights="meta", family=family, folder=folder, source=str(folder)
     )
@@ -269,48 +327,72 @@ def stored_dtype(config: Any, folder: Path) -> torch.dtype:
     return tensors.dtype
 
 
-def _warnings(
-    dense: DenseModel, sizes: Sizes, options: InspectConfig, form: TransformersFormat | str
-) -> list[str]:
+def _warnings(sized: _Sized[InspectConfig]) -> list[str]:
     """Warnings about one conversion; what the export would refuse comes first."""
-    split = sizes.split
-    of_neurons, served = split.target == "ffn", isinstance(form, str) or form.name != OWN
-    size, active = split.expert_size, split.active_experts
-    lowered = ""
-    if not isinstance(form, str):
-        lowered = context_note(dense, sizes.splits, form, sizes.written)
-    most = room_in_llama_cpp(dense, sizes.splits)
+    sizes = sized.sizes
+    size = sizes.split.expert_size
+    sentences = [
+        *_warnings_of_dtype(sized.options, sizes),
+        *_warnings_of_format(sized),
+        *_warnings_of_llama_cpp(sized),
+    ]
+    if sizes.split.target == "ffn" and size % 64 > 0:
+        sentences.append(
+            f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
+            "llama.cpp quantises down_proj in multiples of 32 only."
+        )
+    if sized.form is not None:
+        lowered = context_note(sized.dense, sizes.splits, sized.form, sizes.written)
+        if lowered:
+            sentences.append(lowered)
+    return sentences
+
+
+def _warnings_of_dtype(options: InspectConfig, sizes: Sizes) -> list[str]:
+    """Warnings about a stored dtype that the export refuses or changes."""
+    sentences = list[str]()
+    if options.export.export_dtype != "source":
+        return sentences
+    if sizes.stored not in EXPORTED:
+        sentences.append(
+            f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
+            "bfloat16 (rounds the weights; assumed here) or float32 (twice the size)."
+        )
+    if sizes.stored == torch.float16:
+        sentences.append(
+            "float16 weights are exported as float32 (exact, twice the size), because float16 "
+            "cannot hold the scaled routers; --export-dtype bfloat16 rounds the weights."
+        )
+    return sentences
+
+
+def _warnings_of_format(sized: _Sized[InspectConfig]) -> list[str]:
+    """Warnings about a conversion that no format can hold, or only one that has code of its own."""
+    if sized.form is None:
+        return [f"Export refuses this: {sized.refusal}"]
+    if sized.form.name == OWN:
+        return [NEEDS_OWN_CODE]
+    return []
+
+
+def _warnings_of_llama_cpp(sized: _Sized[InspectConfig]) -> list[str]:
+    """Warnings about a conversion that no GGUF can hold, though it could hold other experts."""
+    splits = sized.sizes.splits
+    split = splits[0]
+    active = split.active_experts
+    most = room_in_llama_cpp(sized.dense, splits)
+    if 0 < most < active:
+        return [
+            f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a "
+            "GGUF of it is refused. With larger experts fewer run."
+        ]
+    has_own_code = sized.form is not None and sized.form.name == OWN
+    if most != 0 or has_own_code:
+        return []
     plain = replace(split, shared_size=0, first_dense_layers=0)
-    plain_alone = most == 0 and room_in_llama_cpp(dense, (plain, *sizes.splits[1:])) > 0
-    sentences = {
-        f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
-        "bfloat16 (rounds the weights; assumed here) or float32 (twice the size).": (
-            options.export.export_dtype == "source" and sizes.stored not in EXPORTED
-        ),
-        "float16 weights are exported as float32 (exact, twice the size), because float16 cannot "
-        "hold the scaled routers; --export-dtype bfloat16 rounds the weights.": (
-            options.export.export_dtype == "source" and sizes.stored == torch.float16
-        ),
-        f"Export refuses this: {form}": isinstance(form, str),
-        NEEDS_OWN_CODE: not served,
-        f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a GGUF "
-        "of it is refused. With larger experts fewer run.": 0 < most < active,
+    if room_in_llama_cpp(sized.dense, (plain, *splits[1:])) <= 0:
+        return []
+    return [
         "No GGUF format holds this model with a shared expert or leading dense layers. For "
-        "llama.cpp give --shared 0 and --first-dense-layers 0.": served and plain_alone,
-        f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
-        "llama.cpp quantises down_proj in multiples of 32 only.": of_neurons and size % 64 > 0,
-        lowered: bool(lowered),
-    }
-    return [sentence for sentence, applies in sentences.items() if applies]
-
-
-def _format_or_refusal(
-    dense: DenseModel, splits: Splits, name: str, written: torch.dtype
-) -> TransformersFormat | str:
-    """The format of the export, or why none can hold this; raised if no layer is split."""
-    try:
-        return FORMATS[format_for(dense, splits, name, written).name]
-    except UserError as error:
-        if splits[0].first_dense_layers >= dense.widths.layers:
-            raise
-        return str(error)
+        "llama.cpp give --shared 0 and --first-dense-layers 0."
+    ]

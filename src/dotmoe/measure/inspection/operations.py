@@ -84,14 +84,19 @@ class Operation(NamedTuple):
 
 def total(operations: Sequence[Operation]) -> Work:
     """The sum of the work of some operations."""
-    return Work(*map(sum, zip(*(each.work for each in operations), strict=True)))
+    return Work(
+        **{name: sum(getattr(each.work, name) for each in operations) for name in Work._fields}
+    )
 
 
 class Operations:
     """The operations of each stage on one device of a machine, for a config with its defaults."""
 
     def __init__(self, sizes: Sizes, config: RunConfig, seq_len: int, machine: Accelerator) -> None:
-        self.sizes, self.config, self.seq_len, self.machine = sizes, config, seq_len, machine
+        self.sizes = sizes
+        self.config = config
+        self.seq_len = seq_len
+        self.machine = machine
 
     def answers(self, writing: Sequence[Writing]) -> list[Operation]:
         """The dense model writes its own text."""
@@ -99,18 +104,20 @@ class Operations:
 
     def _written(self, kind: Writing) -> list[Operation]:
         """Texts of one kind: what they answer is read at once, then each token of each batch."""
-        sizes, counts, held = self.sizes, self.sizes.counts, self.machine.held
-        layers, head = sizes.widths.layers, sizes.widths.model * sizes.widths.vocabulary
-        linear = counts.attention_and_norms + counts.ffn_total
+        sizes, counts = self.sizes, self.sizes.counts
+        layers = sizes.widths.layers
+        head = sizes.widths.model * sizes.widths.vocabulary
+        weights = counts.attention_and_norms + counts.ffn_total + head
         context = kind.read + kind.written // 2
         entries = 2 * layers * sizes.queries * context
         steps = kind.batches * kind.longest
-        moved = kind.tokens * entries * self.machine.cache_bytes + steps * held * (linear + head)
+        moved = kind.tokens * entries * self.machine.cache_bytes
+        moved += steps * self.machine.weight_bytes * weights
         operations = [
             Operation(
                 f"{kind.what}: {kind.tokens:,} tokens",
                 Work(
-                    held=kind.tokens * (2 * (linear + head) + 2 * entries),
+                    held=kind.tokens * (2 * weights + 2 * entries),
                     moved=moved,
                     layers=steps * layers,
                 ),
@@ -142,7 +149,8 @@ class Operations:
         if self.config.method != "dot_moe":
             return [stream]
         split, widths = self.sizes.split, self.sizes.widths
-        width, experts, units, layers = widths.model, split.num_experts, split.units, widths.layers
+        width, layers = widths.model, widths.layers
+        experts, units = split.num_experts, split.units
         routers = ROUNDS + 1
         a_router = (4 * tokens + 2 * width) * width * experts
         return [
@@ -217,9 +225,11 @@ class Operations:
 
         If FFNs are trained, one of the two runs no whole FFN: only a Gram matrix needs it.
         """
-        passes, why = 2, "dense and repaired, each through every layer"
+        passes = 2
+        why = "dense and repaired, each through every layer"
         if self.sizes.has_heads:
-            passes, why = 3, f"{why}; that of the FFNs again for the heads"
+            passes = 3
+            why += "; that of the FFNs again for the heads"
         work = self._forward(passes * tokens)
         if self.sizes.split.target == "ffn" and self._trained_tokens(tokens):
             work = work._replace(
@@ -239,16 +249,20 @@ class Operations:
 
         Ranks exchange the sums.
         """
-        sizes, width, ranks = self.sizes, self.sizes.widths.model, self.machine.gpus
-        tried, grams, solutions, entries = SOLUTIONS - 1, 0, 0, 0
+        sizes, width = self.sizes, self.sizes.widths.model
+        ranks = self.machine.gpus
+        tried = SOLUTIONS - 1
+        grams, solutions, entries = 0, 0, 0
         for split, n in zip(sizes.splits, sizes.repaired_inputs, strict=True):
             if split.target != "attention" and self.config.repairing.repair_epochs:
                 continue
-            pairs, columns = n**2 // 2, n
+            pairs = n**2 // 2
+            columns = n
             if self.machine.on_cpu:
                 always = n * split.shared_size // split.units
                 run = (n - always) * split.active_experts // split.num_experts
-                pairs, columns = run * ((n - always) // 2 + always) + always**2, run + always
+                pairs = run * ((n - always) // 2 + always) + always**2
+                columns = run + always
             grams += 2 * tokens * (pairs + columns * width)
             solutions += (tried + 1) * n**2 * (n // 3 + 2 * width) + tried * 2 * n**2 * width
             entries += 2 * n**2
@@ -280,13 +294,14 @@ class Operations:
         updated = trained * sizes.counts.ffn_total // BATCH  # by all steps, on one rank
         moved = trained * 3 * self._hidden_bytes() + ADAM_BYTES * updated
         given = (machine.gpus - 1) * 3 * FLOAT32 * sizes.widths.model * sizes.moe_layers * trained
-        if machine.held == 2 and not machine.on_cpu:
+        if machine.weight_bytes == 2 and not machine.on_cpu:
             return Work(held=2 * products, moved=moved, exchanged=given)
         return Work(single=products, moved=moved, exchanged=given)
 
     def export(self) -> list[Operation]:
         """Writing and reading the export, and its verification in float32."""
-        how, widths, sizes = self.config.export, self.sizes.widths, self.sizes
+        how = self.config.export
+        sizes, widths = self.sizes, self.sizes.widths
         written = sum(exported_bytes(sizes).values())
         read = sizes.stored.itemsize * sizes.counts.dense_total
         verified = 4 * how.verify_tokens
@@ -307,10 +322,11 @@ class Operations:
         """Perplexity of dense model and export and, before a repair, of the masked model."""
         models = 3 if repaired else 2
         why = f"{models} models on the held-out text"
-        tokens, widths = models * self.config.eval_tokens, self.sizes.widths
+        tokens = models * self.config.eval_tokens
+        widths = self.sizes.widths
         logits = widths.vocabulary * tokens
         passes = self.machine.efficiency.vocabulary // 4
-        moved = passes * self.machine.held * logits
+        moved = passes * self.machine.weight_bytes * logits
         read = sum(exported_bytes(self.sizes).values())
         return [
             Operation("forwards", self._forward(tokens), why),
@@ -323,10 +339,11 @@ class Operations:
 
     def _forward(self, tokens: int, context: int | None = None) -> Work:
         """A forward pass of the decoder layers of the dense model; `context` is not a block's."""
-        counts, share, widths = self.sizes.counts, self.machine.efficiency, self.sizes.widths
+        counts, widths = self.sizes.counts, self.sizes.widths
+        share = self.machine.efficiency
         passes = share.width * widths.model + share.neurons * widths.ffn
         scores = 4 * (context or self.seq_len) * self.sizes.queries * widths.layers
         return Work(
             held=(2 * (counts.attention_and_norms + counts.ffn_total) + scores) * tokens,
-            moved=self.machine.held * widths.layers * passes * tokens,
+            moved=self.machine.weight_bytes * widths.layers * passes * tokens,
         )

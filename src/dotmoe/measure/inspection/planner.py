@@ -100,8 +100,8 @@ class Accelerator:
         On a CPU fitted to measured steps, where 16 bits are slower; on a GPU three passes, assumed.
         """
         if self.on_cpu:
-            return 10 if self.held == FLOAT32 else 22
-        return 3 * self.held
+            return 10 if self.weight_bytes == FLOAT32 else 22
+        return 3 * self.weight_bytes
 
     @property
     def link(self) -> float:
@@ -109,7 +109,7 @@ class Accelerator:
         return LINK_SHARE * self.link_bytes_per_s
 
     @property
-    def held(self) -> Literal[2, 4]:
+    def weight_bytes(self) -> Literal[2, 4]:
         """Bytes of a dense weight in its memory."""
         return 4 if self.dtype == "float32" else 2
 
@@ -213,7 +213,8 @@ def products(step: Step) -> dict[str, int]:
 
 def bytes_moved(step: Step, passes: Efficiency) -> dict[str, int]:
     """Bytes that all but matrix products read and write in one step on one GPU, by part."""
-    sizes, widths, tokens = step.sizes, step.sizes.widths, step.part(step.batch_size) * step.seq_len
+    sizes, widths = step.sizes, step.sizes.widths
+    tokens = step.part(step.batch_size) * step.seq_len
     layer = passes.width * widths.model + passes.neurons * step.neurons
     dense = passes.width * widths.model + passes.neurons * widths.ffn
     logits = passes.vocabulary * widths.vocabulary
@@ -226,10 +227,12 @@ def bytes_moved(step: Step, passes: Efficiency) -> dict[str, int]:
             logits //= 2
         own = step.part(step.trained) if step.sharded else step.trained
         optimizer = ADAM_BYTES * own
-    student, teacher = (tokens * step.held * widths.layers * each for each in (layer, dense))
+    of_all_layers = tokens * step.weight_bytes * widths.layers
+    student = of_all_layers * layer
+    teacher = of_all_layers * dense
     return {
         "forward": student + teacher if step.has_teacher else student,
-        "head and loss": tokens * step.held * logits,
+        "head and loss": tokens * step.weight_bytes * logits,
         "backward": 3 * student if step.checkpointing else 2 * student,
         "assignment and optimizer" if step.is_alignment else "optimizer": optimizer,
     }
@@ -240,7 +243,8 @@ def seconds(step: Step, machine: Accelerator) -> dict[str, float]:
 
     F and B are the rates of the device, u_p and u_m the shares of them that a step reaches.
     """
-    share, flops = machine.efficiency, products(step)
+    share = machine.efficiency
+    flops = products(step)
     parts = {
         part: flops.get(part, 0) / (share.products * machine.flops_per_s)
         + amount / (share.moved * machine.bytes_per_s)
@@ -263,8 +267,9 @@ def traffic(step: Step) -> int:
     each layer. Finetuning sums gradients on every GPU; those of sharded weights only on their
     owner, but for every micro-batch.
     """
-    sizes, times = step.sizes, ceil_div(step.part(step.batch_size), step.micro_batch_size)
-    layers = step.held * sizes.widths.layers * sizes.layer_parameters
+    sizes = step.sizes
+    times = ceil_div(step.part(step.batch_size), step.micro_batch_size)
+    layers = step.weight_bytes * sizes.widths.layers * sizes.layer_parameters
     gathered = 0
     if step.sharded:
         passes = 3 if step.has_teacher else 2
@@ -282,11 +287,15 @@ def plan_step(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any
     checkpointing, and on a GPU with what is trained on the host, too. `recommended` is the fastest
     that fits, or an earlier one that is as fast; if none fits it is None, as are the hours.
     """
-    ranks, choices = machine.gpus, []
     step = replace(
-        step, held=machine.held, on_cpu=machine.on_cpu, memory_bytes=machine.memory_bytes
+        step,
+        weight_bytes=machine.weight_bytes,
+        on_cpu=machine.on_cpu,
+        memory_bytes=machine.memory_bytes,
+        ranks=machine.gpus,
     )
-    for way in _ways(replace(step, ranks=ranks)):
+    choices = []
+    for way in _ways(step):
         fits = most_at_once(way, machine)
         way = replace(way, micro_batch_size=max(1, fits))
         choices.append({**_on_machine(way, machine), "fits": fits > 0})
@@ -299,7 +308,7 @@ def plan_step(step: Step, machine: Accelerator, *, tokens: int) -> dict[str, Any
         "choices": choices,
         "recommended": chosen,
         "hours": hours,
-        "gpu_hours": None if hours is None else hours * ranks,
+        "gpu_hours": None if hours is None else hours * machine.gpus,
     }
 
 
@@ -329,8 +338,8 @@ def _on_machine(step: Step, machine: Accelerator) -> dict[str, Any]:
 
     Communication overlaps with computation as far as that lasts.
     """
-    parts, memory = seconds(step, machine), step_memory(step)
-    flop, moved = products(step), bytes_moved(step, machine.efficiency)
+    parts = seconds(step, machine)
+    memory = step_memory(step)
     if step.ranks > 1:
         communication = (1 - 1 / step.ranks) * traffic(step) / machine.link
         parts["waiting for communication"] = max(0.0, communication - sum(parts.values()))
@@ -345,8 +354,8 @@ def _on_machine(step: Step, machine: Accelerator) -> dict[str, Any]:
         "memory": memory,
         "memory_total": sum(memory.values()),
         "parts": parts,
-        "flop": flop,
-        "bytes": moved,
+        "flop": products(step),
+        "bytes": bytes_moved(step, machine.efficiency),
         "step_s": step_s,
         "tokens_per_s": step.tokens / step_s,
     }
@@ -359,7 +368,10 @@ def fit_to_memory(step: Step, memory_bytes: int) -> Step:
     the host, if it is no adapters; the last one is of one sequence, whether it fits or not.
     """
     ways = [step]
-    for offload in (step.offload, True) if step.can_offload else (step.offload,):
+    offloads = [step.offload]
+    if step.can_offload and not step.offload:
+        offloads.append(True)
+    for offload in offloads:
         size = step.micro_batch_size
         while size:
             way = replace(step, offload=offload, sharded=step.sharded or offload)

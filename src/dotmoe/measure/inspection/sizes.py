@@ -43,11 +43,15 @@ class Sizes:
         self, model: nn.Module, splits: Splits, *, stored: torch.dtype, written: torch.dtype
     ) -> None:
         config: Any = model.config
-        family, self.config = family_of(config), config
-        self.splits, self.stored, self.written = splits, stored, written
+        family = family_of(config)
+        self.config = config
+        self.splits = splits
+        self.stored = stored
+        self.written = written
         self.split = splits[0]
         """The first split: of FFNs, if they are split."""
-        self.widths, self.traits = widths_of(config), family.traits(model)
+        self.widths = widths_of(config)
+        self.traits = family.traits(model)
         self.counts = counts = count_parameters(model, family, splits)
         self.queries: int = config.num_attention_heads * self.traits.head_dim
         """Number of entries of a token's queries in one layer."""
@@ -83,7 +87,7 @@ class Step:
     seq_len: int
     micro_batch_size: int = 1
     """Sequences in memory at once on each GPU."""
-    held: Literal[2, 4] = 2
+    weight_bytes: Literal[2, 4] = 2
     """Bytes of a dense weight in memory."""
     train: Literal["assignment"] | Train = "assignment"
     """`assignment`: an alignment, with a teacher, all experts running and dense weights frozen."""
@@ -165,11 +169,11 @@ class Step:
         """Bytes that one GPU's part of a training takes on the host."""
         if not self.offload:
             return 0
-        frozen = self.held * self.part(self.sizes.counts.stored - self.trained)
+        frozen = self.weight_bytes * self.part(self.sizes.counts.stored - self.trained)
         return 4 * FLOAT32 * self.part(self.trained) + frozen
 
-    def held_part(self, number: int) -> int:
-        """The items of `number` that one GPU holds: its part if they are sharded."""
+    def own_part(self, number: int) -> int:
+        """How many of `number` items one GPU holds: its part if they are sharded, else all."""
         return self.part(number) if self.sharded else number
 
     def part(self, number: int) -> int:
@@ -183,26 +187,29 @@ def step_memory(step: Step) -> Items:
     `tests/inspection/test_simulated_memory.py` compares it with the step itself on fake tensors.
     """
     sizes, counts, width = step.sizes, step.sizes.counts, step.sizes.widths.model
-    tokens, layers = step.micro_batch_size * step.seq_len, sizes.widths.layers
-    stream, layer = step.held * width * tokens, kept_per_token(step) * tokens
+    layers = sizes.widths.layers
+    tokens = step.micro_batch_size * step.seq_len
+    stream = step.weight_bytes * width * tokens
+    layer = kept_per_token(step) * tokens
     kept = layers * stream + layer if step.checkpointing else layers * layer
-    trained, working = _training_state(step), FFN_TENSORS_IN_BACKWARD * step.neurons
+    trained = _training_state(step)
+    working = FFN_TENSORS_IN_BACKWARD * step.neurons
     if not step.is_alignment:
         working += ROWS_IN_BACKWARD * sizes.split.active_experts * width
-    buffers = max(step.held * working * tokens, _chunk_of_logits(step, tokens))
+    buffers = max(step.weight_bytes * working * tokens, _chunk_of_logits(step, tokens))
     peak = {
-        "dense weights": step.held * _weights_in_memory(step),
+        "dense weights": step.weight_bytes * _weights_in_memory(step),
         **trained,
         "activations kept for the backward": kept,
         "buffers of one layer, or one chunk of logits": buffers,
         "hidden states": 3 * stream if step.has_teacher else 2 * stream,
     }
-    if step.train == "everything" and step.held < FLOAT32:
+    if step.train == "everything" and step.weight_bytes < FLOAT32:
         # At the end of the backward FSDP sums the gradients of embedding and head in float32.
         ends = counts.input_embedding + counts.output_head
-        gradients = (step.held + FLOAT32) * ends + FLOAT32 * step.held_part(ends)
+        gradients = (step.weight_bytes + FLOAT32) * ends + FLOAT32 * step.own_part(ends)
         last = {
-            "dense weights": step.held * ends,
+            "dense weights": step.weight_bytes * ends,
             **{name: trained[name] for name in trained if name != "gradient of the head"},
             "gradients of embedding and head": gradients,
         }
@@ -215,7 +222,7 @@ def _weights_in_memory(step: Step) -> int:
     sizes, counts, layers = step.sizes, step.sizes.counts, step.sizes.widths.layers
     is_divided = step.sharded and step.ranks > 1
     weights = step.part(counts.dense_total) if is_divided else counts.dense_total
-    if not step.is_alignment and (step.held < FLOAT32 or step.offload):
+    if not step.is_alignment and (step.weight_bytes < FLOAT32 or step.offload):
         # Cast layer by layer, as if gathered; embedding and head stay to the end of the step.
         in_layers = min(2, layers) * sizes.layer_parameters
         cast = in_layers + counts.input_embedding + counts.output_head
@@ -223,7 +230,7 @@ def _weights_in_memory(step: Step) -> int:
             weights = cast
         else:
             in_float32 = step.trained - counts.routers if step.trains_weights else 0
-            weights += cast - step.held_part(in_float32)
+            weights += cast - step.own_part(in_float32)
     elif is_divided:
         weights += gathered(sizes)
     if step.train == "lora":
@@ -250,21 +257,21 @@ def _training_state(step: Step) -> dict[str, int]:
         own = step.part(step.trained)
     trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
     if step.distils and step.trains_weights:  # else the student itself teaches
-        trained["teacher"] = step.held * step.held_part(counts.dense_total)
+        trained["teacher"] = step.weight_bytes * step.own_part(counts.dense_total)
     if step.train == "everything":
         matrix = sizes.widths.vocabulary * sizes.widths.model
-        trained["gradient of the head"] = step.held * matrix
+        trained["gradient of the head"] = step.weight_bytes * matrix
     return trained
 
 
 def _chunk_of_logits(step: Step, tokens: int) -> int:
     """Bytes of one chunk: three tensors in float32, and the logits themselves if in 16 bits."""
     widths = step.sizes.widths
-    of_a_logit = 3 * FLOAT32 if step.held == FLOAT32 else 3 * FLOAT32 + step.held
+    of_a_logit = 3 * FLOAT32 if step.weight_bytes == FLOAT32 else 3 * FLOAT32 + step.weight_bytes
     rows = min(tokens, step.logits_at_once)
     chunk = rows * widths.vocabulary * of_a_logit
     if step.train == "everything":  # the gradient of the head in float32, and what a chunk adds
-        chunk += (2 * FLOAT32 - step.held) * widths.vocabulary * widths.model
+        chunk += (2 * FLOAT32 - step.weight_bytes) * widths.vocabulary * widths.model
     return chunk
 
 
@@ -293,39 +300,41 @@ def kept_per_token(step: Step) -> int:
         of_neurons = 3
     norms = 0 if sizes.traits.qk_norm == "none" else sizes.head_width
     narrow = of_neurons * step.neurons + 2 * sizes.head_width + inputs * width
-    return step.held * narrow + FLOAT32 * (3 * width + 4 * sizes.split.num_experts + norms)
+    return step.weight_bytes * narrow + FLOAT32 * (3 * width + 4 * sizes.split.num_experts + norms)
 
 
-def answers_memory(sizes: Sizes, writing: Sequence[Writing], held: int) -> Items:
+def answers_memory(sizes: Sizes, writing: Sequence[Writing], weight_bytes: int) -> Items:
     """Peak memory while the dense model writes: keys and values of a whole batch, and its logits.
 
     A layer's keys and values are copied when a token is added to them.
     """
-    layers, rows = sizes.widths.layers, max(min(each.rows, each.texts) for each in writing)
+    layers = sizes.widths.layers
+    rows = max(min(each.rows, each.texts) for each in writing)
     longest = max(each.read + each.longest for each in writing)
     of_a_layer = 2 * (sizes.head_width - sizes.queries) * rows * longest
     return {
-        "dense weights": held * sizes.counts.dense_total,
-        "keys and values": held * (layers + 1) * of_a_layer,
-        "logits": 2 * held * sizes.widths.vocabulary * rows,
+        "dense weights": weight_bytes * sizes.counts.dense_total,
+        "keys and values": weight_bytes * (layers + 1) * of_a_layer,
+        "logits": 2 * weight_bytes * sizes.widths.vocabulary * rows,
     }
 
 
-def calibration_memory(sizes: Sizes, tokens: int, held: int) -> Items:
-    """Peak memory of the start from data on `tokens` tokens, with weights of `held` bytes each."""
-    widths, at_once = sizes.widths, min(tokens, TOKENS_AT_ONCE)
+def calibration_memory(sizes: Sizes, tokens: int, weight_bytes: int) -> Items:
+    """Peak memory of the start from data on `tokens` tokens."""
+    widths = sizes.widths
+    at_once = min(tokens, TOKENS_AT_ONCE)
     return {
-        "dense weights": held * sizes.counts.dense_total,
-        STREAMS: held * widths.model * tokens,
+        "dense weights": weight_bytes * sizes.counts.dense_total,
+        STREAMS: weight_bytes * widths.model * tokens,
         # Held in float64, too.
-        "FFN inputs of one layer": (held + 2 * FLOAT32) * widths.model * tokens,
+        "FFN inputs of one layer": (weight_bytes + 2 * FLOAT32) * widths.model * tokens,
         # And for the tokens at work the activations, their factors and their absolute values.
         "contributions of one layer": FLOAT32 * widths.ffn * (tokens + 4 * at_once),
         "affinities and routers": FLOAT32 * (sizes.affinities + sizes.counts.routers),
     }
 
 
-def repair_memory(sizes: Sizes, tokens: int, held: int) -> Items:
+def repair_memory(sizes: Sizes, tokens: int, weight_bytes: int) -> Items:
     """Peak memory of a repair on `tokens` tokens."""
     widths = sizes.widths
     trained = 0
@@ -333,32 +342,34 @@ def repair_memory(sizes: Sizes, tokens: int, held: int) -> Items:
         trained = 6 * FLOAT32 * 3 * widths.ffn * widths.model
     matrices = 5 * 2 * FLOAT32 * max(sizes.repaired_inputs) ** 2
     return {
-        "dense weights": held * sizes.counts.dense_total,
-        STREAMS: 4 * held * widths.model * tokens,
+        "dense weights": weight_bytes * sizes.counts.dense_total,
+        STREAMS: 4 * weight_bytes * widths.model * tokens,
         "matrices in float64, then one FFN's training": max(matrices, trained),
     }
 
 
-def export_memory(sizes: Sizes, tokens: int, held: int) -> Items:
+def export_memory(sizes: Sizes, tokens: int, weight_bytes: int) -> Items:
     """Peak memory of an export that is verified on `tokens` tokens."""
     widths = sizes.widths
     return {
-        "dense weights": held * sizes.counts.dense_total,
+        "dense weights": weight_bytes * sizes.counts.dense_total,
         "a layer or the head": FLOAT32
         * max(2 * sizes.layer_parameters, widths.vocabulary * widths.model),
         "logits": 5 * FLOAT32 * widths.vocabulary * tokens,
     }
 
 
-def evaluation_memory(sizes: Sizes, held: int) -> Items:
+def evaluation_memory(sizes: Sizes, weight_bytes: int) -> Items:
     """Weights in memory while perplexity is measured: the dense model's are dropped before."""
-    exported, written = sum(exported_bytes(sizes).values()), sizes.written.itemsize
-    return {"exported weights": held * (exported // written)}
+    exported = sum(exported_bytes(sizes).values())
+    weights = exported // sizes.written.itemsize
+    return {"exported weights": weight_bytes * weights}
 
 
 def exported_bytes(sizes: Sizes) -> Items:
     """Bytes of the exported folder (glm4_moe, or dotmoe for experts made of heads)."""
-    written, split = sizes.written.itemsize, sizes.split
+    split = sizes.split
+    written = sizes.written.itemsize
     tied = 0 if sizes.counts.output_head else sizes.counts.input_embedding
     always = {
         "exported weights and routers": written * sizes.counts.stored,

@@ -74,7 +74,9 @@ class Stages:
     """The stages of a conversion whose config has its defaults; 0 tokens: no stage."""
 
     def __init__(self, sizes: Sizes, config: RunConfig, *, is_chat: bool = False) -> None:
-        self.sizes, self.config, self.is_chat = sizes, config, is_chat
+        self.sizes = sizes
+        self.config = config
+        self.is_chat = is_chat
         self.seq_len = min(config.data.seq_len, sizes.widths.context)
         self.calibration_tokens = config.calibration_tokens(sizes.widths.model)
         self.repair_tokens = 0
@@ -107,7 +109,8 @@ class Stages:
 
     def trainings(self) -> dict[str, tuple[Step, int]]:
         """A step of the alignment and of the finetuning, if any, and the tokens of all steps."""
-        trainings, config, align = {}, self.config, self.config.align
+        config, align = self.config, self.config.align
+        trainings = {}
         if align.steps:
             step = Step(sizes=self.sizes, batch_size=align.batch_size, seq_len=self.seq_len)
             trainings["align"] = step, align.steps * step.tokens
@@ -185,16 +188,17 @@ class Stages:
 
         What ranks divide for the start from data, rank zero reads from disk in its own stages.
         """
-        weights, ranks = machine.held * self.sizes.counts.dense_total, machine.gpus
+        weights = machine.weight_bytes * self.sizes.counts.dense_total
+        ranks = machine.gpus
         if stage == "answers":  # written on one device
             return items
         is_whole = ranks == 1 or machine.on_cpu or weights <= LARGEST_SHARE * machine.memory_bytes
         if is_whole or "dense weights" not in items:
             return items
-        held = machine.held * gathered(self.sizes)
+        in_memory = machine.weight_bytes * gathered(self.sizes)
         if stage == "start from data":
-            held += ceil_div(weights, ranks)
-        return {**items, "dense weights": held}
+            in_memory += ceil_div(weights, ranks)
+        return {**items, "dense weights": in_memory}
 
     def _states(self) -> int:
         """How often affinities and routers are written before any alignment.
@@ -208,32 +212,34 @@ class Stages:
 
     def _all(self, machine: Accelerator) -> Iterator[Stage]:
         """Each stage but the alignment, on one device."""
-        sizes, config, held = self.sizes, self.config, machine.held
+        sizes, config = self.sizes, self.config
+        weight_bytes = machine.weight_bytes
         work = Operations(sizes, config, self.seq_len, machine)
         trainables = sizes.affinities + sizes.counts.routers
         read = self.text_tokens + config.eval_tokens
         if self.writing:
             tokens = sum(each.tokens + each.texts * each.read for each in self.writing)
-            memory = answers_memory(sizes, self.writing, held)
+            memory = answers_memory(sizes, self.writing, weight_bytes)
             yield Stage("answers", work.answers(self.writing), memory, ANSWER_BYTES * tokens)
         yield Stage("tokenise", work.tokenise(read), {}, FLOAT32 * read)
         if self.compares_layers:
-            memory = calibration_memory(sizes, OUTLIER_TOKENS, held)
+            memory = calibration_memory(sizes, OUTLIER_TOKENS, weight_bytes)
             yield Stage("dense layers", work.compare_layers(), memory, 0)
         if self.calibration_tokens:
-            memory = calibration_memory(sizes, self.calibration_tokens, held)
-            name, states = f"split by {config.method}", FLOAT32 * trainables * self._states()
+            memory = calibration_memory(sizes, self.calibration_tokens, weight_bytes)
+            states = FLOAT32 * trainables * self._states()
+            name = f"split by {config.method}"
             if config.method == "dot_moe":
                 name = "start from data"
             yield Stage(name, work.calibrate(self.calibration_tokens), memory, states)
         units = sizes.widths.layers * sum(split.units for split in sizes.splits)
         yield Stage("extraction", [], {}, FLOAT32 * (units + sizes.counts.routers))
         if self.repair_tokens:
-            memory = repair_memory(sizes, ceil_div(self.repair_tokens, machine.gpus), held)
+            memory = repair_memory(sizes, ceil_div(self.repair_tokens, machine.gpus), weight_bytes)
             copies = 3 if config.repairing.repair_epochs else 1
             written = sizes.stored.itemsize * sizes.repaired * copies
             yield Stage("repair", work.repair(self.repair_tokens), memory, written)
-        memory = export_memory(sizes, config.export.verify_tokens, held)
+        memory = export_memory(sizes, config.export.verify_tokens, weight_bytes)
         yield Stage("export", work.export(), memory, sum(exported_bytes(sizes).values()))
         measured = work.evaluate(repaired=self.repair_tokens > 0)
-        yield Stage("evaluation", measured, evaluation_memory(sizes, held), 0)
+        yield Stage("evaluation", measured, evaluation_memory(sizes, weight_bytes), 0)

@@ -26,7 +26,8 @@ def tables_of(record: Values) -> list[Table]:
 
 
 def _model(record: Values) -> Table:
-    splits, widths = from_record(record["granularity"]), record["widths"]
+    splits = from_record(record["granularity"])
+    widths = record["widths"]
     model = (
         f"{record['model_type']}, {widths['layers']} layers, model width {widths['model']:,}, FFN "
         f"width {widths['ffn']:,}, vocabulary {widths['vocabulary']:,}, "
@@ -88,7 +89,8 @@ def _stages(record: Values, conversion: Values) -> Table:
         ]
         for row in conversion["stages"]
     ]
-    total, run = in_about(record["disk_total"]), record["run"]
+    run = record["run"]
+    total = in_about(record["disk_total"])
     rows.append(["all, with the dense model", "", _hours(conversion["hours"]), total])
     tokens = (
         f"text {run['text_tokens']:,}, start {run['calibration_tokens']:,}, "
@@ -161,14 +163,24 @@ def _plans(run: Values, plans: list[Values]) -> Table:
     """The recommended way to run on each machine, its speed and how long it takes."""
     rows = []
     for plan in plans:
-        if way := plan["recommended"]:
-            at_once, memory = str(way["micro_batch_size"]), in_about(way["memory_total"])
-            memory += f", host {in_about(way['on_host'])}" if way["on_host"] else ""
-            speed, hours = f"{way['tokens_per_s']:,.0f}", f"{plan['gpu_hours']:,.0f}"
-            time = in_time(plan["hours"])
-            rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])
-        else:
+        way = plan["recommended"]
+        if way is None:
             rows.append([_machine(plan), "does not fit", "", "", "", "", ""])
+            continue
+        memory = in_about(way["memory_total"])
+        if way["on_host"]:
+            memory += f", host {in_about(way['on_host'])}"
+        rows.append(
+            [
+                _machine(plan),
+                way["way"],
+                str(way["micro_batch_size"]),
+                memory,
+                f"{way['tokens_per_s']:,.0f}",
+                in_time(plan["hours"]),
+                f"{plan['gpu_hours']:,.0f}",
+            ]
+        )
     task = plans[0]["task"]
     name = "alignment" if task == "align" else "optional finetuning"
     return Table(

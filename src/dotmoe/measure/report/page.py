@@ -40,7 +40,7 @@ _TEMPLATES = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
 )
 _TEMPLATES.filters |= {
-    "kept": lambda text: _with_code(text.replace(" %", "\u00a0%")),
+    "unbroken": lambda text: _with_code(text.replace(" %", "\u00a0%")),
     "slug": lambda title: re.sub(r"[^a-z]+", "-", title.lower()).strip("-"),
     "markdown": to_markdown,
 }
@@ -75,16 +75,17 @@ def html_report(run: Path) -> Path:
 
     Raises a `UserError` for an unfinished run or a damaged result file.
     """
-    results, file = RunResults(run), run / STAGES["report"] / "report.html"
-    text = html(results)
-    write_text(file, text)
+    results = RunResults(run)
+    file = run / STAGES["report"] / "report.html"
+    write_text(file, html(results))
     write_text(file.with_suffix(".md"), markdown(results))
     return file
 
 
 def html(run: RunResults) -> str:
     """The report as one HTML page that loads nothing."""
-    shown, picture = _shown(run), b""
+    shown = _shown(run)
+    picture = b""
     if is_installed():
         alike = {n: m for n, m in run.models.items() if times_perplexity(m, run.results["dense"])}
         picture = quality_svg(alike, run.results["parameters"], run.files.get("curve"))
@@ -144,7 +145,8 @@ def _said_at_the_end(results: RunResults, loops: str | None) -> list[str]:
 
 def _what_next(results: RunResults) -> list[RenderableType]:
     """Where the results are, and the commands that come next."""
-    run, record, export = results.folder, results.export, results.folder / STAGES["export"]
+    run, record = results.folder, results.export
+    export = run / STAGES["export"]
     chats = states_chats(export)
     prompt = "What is the capital of France?" if chats else "Once upon a time"
     write = ["dotmoe", "evaluate", str(run), "--generate", "60", "--prompts", prompt]

@@ -69,7 +69,8 @@ def quality_figure(models: Mapping[str, Values], counts: Values, curve: Values |
         for each, x, y in zip(points, shares, perplexities, strict=True):
             text = f"k = {each['active_experts']}"
             axes.annotate(text, (x, y), xytext=(6, 6), textcoords="offset points")
-    active, markers = 100 * counts["active"] / counts["dense"], "os^Dv<>"
+    active = 100 * counts["active"] / counts["dense"]
+    markers = "os^Dv<>"
     for index, (name, model) in enumerate(models.items()):
         share = active if index else 100.0
         colour = _BLUE if index else _GREY

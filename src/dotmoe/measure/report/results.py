@@ -43,17 +43,9 @@ class RunResults:
     """
 
     def __init__(self, folder: Path) -> None:
-        run = RunFolder(folder)
-        if not run.has("evaluate"):
-            raise UserError(
-                f"{folder} is no finished run. Name a folder in which dotmoe convert or finetune "
-                "has finished."
-            )
-        if run.has("prune"):
-            raise UserError(
-                f"{folder} was pruned; such a run has no report. See compare.md one folder up."
-            )
-        self.folder, self.config = folder, run.manifest["config"]
+        run = _finished_run(folder)
+        self.folder = folder
+        self.config = run.manifest["config"]
         self.export = ExportRecord.load(run.stage("export"))
         evaluated = run.verified("evaluate")
         self.files = {
@@ -77,21 +69,25 @@ class RunResults:
         """Name of the dense model for people: of a path, its last part."""
         self.name = self._name()
         """Name of the exported model in the report."""
-        exported, dense = fingerprint(run.stage("export")), run.manifest["inputs"]["model"]
-        self._exported_fingerprint, self._dense_fingerprint = exported, dense
+        exported = fingerprint(run.stage("export"))
+        dense = run.manifest["inputs"]["model"]
+        self._exported_fingerprint = exported
+        self._dense_fingerprint = dense
         self.is_edited = self.results["moe"].get(FINGERPRINT, exported) != exported
         """Whether somebody edited the export after the run had measured it."""
-        last = "extract"
-        if self.is_finetuned:
-            last = "finetune"
-        elif self.is_repaired:
-            last = "repair"
-        known = {exported, dense, run.fingerprint_of(last)}
+        known = {exported, dense, run.fingerprint_of(self._last_stage)}
         self.of_others = _of_others(self.files, known, (run.model, dense))
         """Names of the files that are left out: they measured another model, such as an earlier
         export of the run, or do not say which."""
         for name in self.of_others:
             del self.files[name]
+
+    @property
+    def _last_stage(self) -> str:
+        """The stage that made the exported weights."""
+        if self.is_finetuned:
+            return "finetune"
+        return "repair" if self.is_repaired else "extract"
 
     def _name(self) -> str:
         if self.is_repaired:
@@ -178,6 +174,21 @@ class RunResults:
                 f"{self.folder / file} lacks a value of the report ({type(error).__name__}: "
                 f"{error}): it is damaged or from another version. {_REMEDY}"
             ) from error
+
+
+def _finished_run(folder: Path) -> RunFolder:
+    """The run in a folder; a `UserError` if it is not finished, or was pruned."""
+    run = RunFolder(folder)
+    if not run.has("evaluate"):
+        raise UserError(
+            f"{folder} is no finished run. Name a folder in which dotmoe convert or finetune "
+            "has finished."
+        )
+    if run.has("prune"):
+        raise UserError(
+            f"{folder} was pruned; such a run has no report. See compare.md one folder up."
+        )
+    return run
 
 
 def _title_of(model: str) -> str:

@@ -62,8 +62,9 @@ def _curve(run: RunResults, curve: Values) -> Blocks:
 
 
 def _generation(run: RunResults, result: Values) -> Blocks:
-    sides, sampled = sides_of(run.named(result)), result.get("temperature")
-    how = f"sampled at temperature {sampled:g}" if sampled else "the most likely one"
+    sides = sides_of(run.named(result))
+    temperature = result.get("temperature")
+    how = f"sampled at temperature {temperature:g}" if temperature else "the most likely one"
     penalty = result.get("repetition_penalty", 1.0)
     if penalty != 1.0:
         how += f", with repetition_penalty {penalty:g}"
@@ -86,7 +87,8 @@ def _size(run: RunResults, results: Values) -> Blocks:
 
 
 def _serve(run: RunResults, _: Values) -> Blocks:
-    export, notes = run.export, notes_for_serving(run)
+    export = run.export
+    notes = notes_for_serving(run)
     blocks: Blocks = [f"Format {export.format} runs in {', '.join(export.servers)}.", *notes]
     if loops := ends_by_penalty(run.own_answers.get(run.name, {})):
         blocks.append(loops)
@@ -170,14 +172,15 @@ def _wanted(run: RunResults) -> dict[str, tuple[str, list[str]]]:
     """What a run can be measured for, in words, and the command for it, by the file it writes."""
     folder, dense = str(run.folder), run.dense_model
     out = ["--out", f"{folder}/6_evaluate"]
-    text, asked = ["--text", "HELD_OUT.txt", *out], ["--generate", "64", "--prompts", "PROMPT"]
+    text = ["--text", "HELD_OUT.txt", *out]
+    prompt = ["--generate", "64", "--prompts", "PROMPT"]
     evaluate = ["dotmoe", "evaluate", folder]
     beside = [*evaluate, "--against", dense]
     wanted = {
         "against": ("benchmark tasks, this model and the dense one", [*beside, "--tasks", "paper"]),
         "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
         "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
-        "generation": ("what both write after a prompt", [*beside, *asked, *out]),
+        "generation": ("what both write after a prompt", [*beside, *prompt, *out]),
         "analysis": ("load of the experts", ["dotmoe", "analyse", folder]),
         "bench": ("speed, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
     }

@@ -72,7 +72,8 @@ class NormalEquations:
 
     def error(self, change_ND: Tensor) -> float:
         """Weighted square error with dW, as a share of that with 0: below 1 is a gain."""
-        change_ND, diagonal_N1 = change_ND[self._order_N], self.gram_NN.diagonal()[:, None]
+        change_ND = change_ND[self._order_N]
+        diagonal_N1 = self.gram_NN.diagonal()[:, None]
         twice_ND = 2 * (self.gram_NN.triu() @ change_ND) - diagonal_N1 * change_ND
         change = ((twice_ND - 2 * self.cross_ND) * change_ND).sum()
         return float(1 + change / self.missing) if self.missing else 1.0

@@ -75,7 +75,9 @@ class Streams:
     def __init__(
         self, dense: DenseModel, layouts: Layouts, blocks: TokenBlocks, config: RepairConfig
     ) -> None:
-        self._model, self._device, self._traits = dense, dense.device, dense.traits
+        self._model = dense
+        self._device = dense.device
+        self._traits = dense.traits
         self._layers = dense.family.layers(dense.model)
         self._layouts = {layout.target: layout for layout in layouts}
         self.maskings = {masking.target: masking for masking in maskings_of(dense, *layouts)}
@@ -136,8 +138,10 @@ class Streams:
             dense_BTD, lacking = self._dense.hidden_BTD, self._ffn_lacks
         else:
             dense_BTD, lacking = self._attended_BTD, self._attention_lacks
-        masking, part = self.maskings[target], TARGETS[target]
-        family, layer = self._model.family, self._layers[index]
+        masking = self.maskings[target]
+        part = TARGETS[target]
+        family = self._model.family
+        layer = self._layers[index]
         norm = family.norm_after(layer, part)
         expert_of_N = masking.expert_of_neuron_LN[index - self._first]
         return LayerProblem(
@@ -189,7 +193,9 @@ class Streams:
 
     def _advance_through_ffn(self, index: int) -> None:
         """Add what the FFN gives for its inputs to the masked stream."""
-        family, layer, layout = self._model.family, self._layers[index], self._layouts["ffn"]
+        family = self._model.family
+        layer = self._layers[index]
+        layout = self._layouts["ffn"]
         norm = family.norm_after(layer, TARGETS["ffn"])
         routing = Routing(active_experts=layout.active_experts)
         experts = SparseFFN(family.ffn(layer), layout, index, routing)
@@ -213,7 +219,8 @@ class Streams:
 
     def _ffn_lacks(self, index: int, part: slice) -> Tensor:
         """What the FFN's output lacks, as of `LayerProblem.lacking`."""
-        family, layer = self._model.family, self._layers[index]
+        family = self._model.family
+        layer = self._layers[index]
         block = family.block(layer, TARGETS["ffn"])
         norm = family.norm_after(layer, TARGETS["ffn"])
         output_BTD: Tensor = norm(block(self._inputs_BTD[part].to(self._device)))
@@ -224,7 +231,8 @@ class Streams:
         parts = [
             1 / dense_BTD[part].to(self._device).float().square().mean(2) for part in self._parts
         ]
-        weight_BT, counts_B1 = torch.cat(parts).cpu(), self._counts_B[:, None]
+        weight_BT = torch.cat(parts).cpu()
+        counts_B1 = self._counts_B[:, None]
         median = torch.cat(gathered(weight_BT.where(counts_B1, torch.nan))).nanmedian()
         return (weight_BT / median).clamp(max=LARGEST_WEIGHT) * counts_B1
 
@@ -267,6 +275,7 @@ def _own_rows(rows_BT: Tensor) -> tuple[Tensor, Tensor]:
 
     Rows that only fill up its share do not.
     """
-    ranks, num = num_ranks(), len(rows_BT)
+    ranks = num_ranks()
+    num = len(rows_BT)
     number_B = torch.arange(rank(), ceil_div(num, ranks) * ranks, ranks)
     return rows_BT[number_B % num], number_B < num

@@ -96,7 +96,8 @@ class FFNTraining:
     @torch.no_grad()
     def put_back(self) -> dict[str, Tensor]:
         """The FFN's weights in float32 with what all ranks have trained, by name in the model."""
-        ffn, named = self.problem.ffn, dict(self.problem.block.named_parameters())
+        ffn = self.problem.ffn
+        named = dict(self.problem.block.named_parameters())
         weights: dict[Tensor, Tensor] = {
             parameter: parameter.detach().to(torch.float32, copy=True)
             for parameter in named.values()

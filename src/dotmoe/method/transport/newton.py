@@ -148,10 +148,12 @@ class _SemiDual:
         extremes: tuple[float, float],
     ) -> None:
         self.affinity_NE, self.plan_NE = affinity_NE, plan_NE
-        self.capacity_E, self.tau = capacity_E, tau
+        self.capacity_E = capacity_E
+        self.tau = tau
         low, high = extremes
         self.spread, self.widest = max(high - low, tau), max(abs(low), abs(high))
-        tiny, num_experts = torch.finfo(plan_NE.dtype).tiny, affinity_NE.shape[1]
+        tiny = torch.finfo(plan_NE.dtype).tiny
+        num_experts = affinity_NE.shape[1]
         self.lowest_logit = 0.5 * math.log(tiny) + math.log(num_experts)
         """Lower bound of the logits. It keeps products of two entries of the plan from becoming
         denormal: CPU arithmetic on denormals is a hundred times slower."""
@@ -174,7 +176,8 @@ class _SemiDual:
     def cool(self, tolerance: float) -> tuple[Tensor, float]:
         """Run Newton at falling temperatures, from one that v = 0 solves; tau * v carries over."""
         zero_E = torch.zeros_like(self.potential_E)
-        solution, factor = _Solved(self.spread * FIRST_FACTOR, zero_E, zero_E), FIRST_FACTOR
+        solution = _Solved(self.spread * FIRST_FACTOR, zero_E, zero_E)
+        factor = FIRST_FACTOR
         enough = STAGE_TOLERANCE / float(self.capacity_E.max())
         while True:
             tau = max(solution.tau / factor, self.tau)
@@ -198,8 +201,10 @@ class _SemiDual:
         If the tolerance is reached, `plan_NE` is the plan of that potential.
         """
         best_E = start_E - start_E.mean()
-        line, step = _Line(best_E, torch.zeros_like(best_E)), 0.0
-        best_error, stale = math.inf, 0
+        line = _Line(best_E, torch.zeros_like(best_E))
+        step = 0.0
+        best_error = math.inf
+        stale = 0
         while stale < STALE_PASSES and self.num_passes < MAX_PASSES - 1:
             trial_E = line.origin_E + step * line.direction_E
             gradient_E = self.gradient(trial_E, tau)

@@ -94,7 +94,8 @@ def next_token_loss(dense: DenseModel, tokens_BT: Tensor, *, summed: bool = Fals
     tokens_BT = tokens_BT.long().to(dense.device)
     labels_T = next_token_labels(tokens_BT)
     weight = float((labels_T != IGNORED).sum()) if summed else 1.0
-    hidden_TD, head_VD = hidden_states(dense.model, tokens_BT).flatten(0, 1), head_of(dense)
+    hidden_TD = hidden_states(dense.model, tokens_BT).flatten(0, 1)
+    head_VD = head_of(dense)
     readout = readout_of(dense.config)
     return distillation_loss(
         hidden_TD, None, head_VD, labels_T, readout, kl_weight=0.0, ce_weight=weight
@@ -181,7 +182,9 @@ def gated(
     `experts` maps each split layer to the experts of its neurons. `gate` takes a layer's number,
     the input [T, D] of its FFN and the hidden activations [T, N], and returns the gates, [T, E].
     """
-    family, ffn, inputs = dense.family, TARGETS["ffn"], dict[int, Tensor]()
+    family = dense.family
+    ffn = TARGETS["ffn"]
+    inputs = dict[int, Tensor]()
     layers = family.layers(dense.model)
 
     def weigh(layer: int, hidden: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ from dotmoe.rivals.baselines.contract import (
 
 def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by importance, in the residual form if `granularity` has shared neurons."""
-    split, num_tokens = inputs.granularity, inputs.tokens_BT.numel()
+    split = inputs.granularity
+    num_tokens = inputs.tokens_BT.numel()
     if num_tokens < split.num_experts:
         raise UserError(
             f"calibration_tokens gives {num_tokens} tokens, but llama_moe_v2 needs at least "

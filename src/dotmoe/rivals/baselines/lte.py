@@ -39,7 +39,9 @@ def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     if config.split_router == "ridge":
         yield from splits
         return
-    generator, clusters, routers = None, list[Tensor](), list[Tensor]()
+    generator = None
+    clusters = list[Tensor]()
+    routers = list[Tensor]()
     for each in splits:  # of each layer only this is kept, not its inputs
         generator = generator or each.layer.generator
         random_ED = torch.randn(each.router_ED.shape, generator=generator).to(each.router_ED)

@@ -97,7 +97,8 @@ def granularity_of(method: str, split: Granularity) -> Granularity:
     """
     if method == "dot_moe":
         return split
-    chosen, active = METHODS[method], split.active_experts
+    chosen = METHODS[method]
+    active = split.active_experts
     if split.target != "ffn" and not chosen.of_any_units:
         able = [name for name in METHODS if METHODS[name].of_any_units]
         raise UserError(
@@ -128,7 +129,8 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
 
     `inputs.granularity` must come from `granularity_of`.
     """
-    split, chosen = inputs.granularity, METHODS[method]
+    split = inputs.granularity
+    chosen = METHODS[method]
     experts, routers, owns = [], [], []
     is_fitted = inputs.config.split_router == "ridge" and not chosen.is_static
     for index, (layer, expert_N, router_ED, own) in enumerate(chosen.split(inputs)):
@@ -161,7 +163,8 @@ def routed_by_own(
     For measurements only: no stock architecture holds that router. Each call of a layer appends to
     `shares` the share of the neurons that run for each token, [T]; see `active_share`.
     """
-    layout, choose = result.layout, METHODS[method].own
+    layout = result.layout
+    choose = METHODS[method].own
     split = layout.granularity
     assert choose is not None
 

@@ -136,7 +136,8 @@ def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor) -> dict[str, Te
         logits_TE = _scores(weights, layer.x_TD[tokens_T])
         return F.binary_cross_entropy_with_logits(logits_TE, target_TE[tokens_T])
 
-    best, least = {}, torch.inf
+    best = {}
+    least = torch.inf
     for _ in range(_EPOCHS):
         order = torch.randperm(len(trained_T), generator=layer.generator)
         for part in torch.split(trained_T[order.to(trained_T.device)], _TOKENS_A_STEP):

@@ -91,7 +91,8 @@ def _in_shots(
     maps = linears_of(inputs.layers)
     sizes = [size for each in maps for size in _sizes(each)]
     total = sum(math.prod(_sizes(each)) for each in maps)
-    rank, bound = torch.zeros(sum(sizes), device=inputs.dense.device), -math.inf
+    rank = torch.zeros(sum(sizes), device=inputs.dense.device)
+    bound = -math.inf
 
     def above(bound: float) -> list[Pair]:
         """Masks of the columns and rows of each map whose ranks are above the bound."""
@@ -104,8 +105,10 @@ def _in_shots(
     def removed(bound: float) -> int:
         return total - sum(map(math.prod, left(bound)))
 
-    for shot in range(SHOTS if inputs.excess > 0 else 0):
-        factors, costs = curvature(inputs), list[Tensor]()
+    shots = SHOTS if inputs.excess > 0 else 0
+    for shot in range(shots):
+        factors = curvature(inputs)
+        costs = list[Tensor]()
         for each, pair, (columns_I, rows_O) in zip(maps, factors, above(bound), strict=True):
             column_I, row_O = costs_of(*_in_float64(each, pair))
             column_I[each.in_features :] = math.inf  # the bias is never removed
@@ -118,9 +121,7 @@ def _in_shots(
         for each, pair, kept in zip(maps, factors, above(bound), strict=True):
             columns_I, rows_O = kept
             new_OI = updated(*_in_float64(each, pair), kept) * columns_I * rows_O[:, None]
-            each.weight.copy_(new_OI[:, : each.in_features])
-            if each.bias is not None:
-                each.bias.copy_(new_OI[:, -1])
+            _set_weights(each, new_OI)
         inputs.on_progress(shot + 1, SHOTS)
     return Pruned(removed(bound), {"columns_and_rows": left(bound)})
 
@@ -170,6 +171,13 @@ def _sizes(linear: nn.Linear) -> tuple[int, int]:
     """Numbers of columns, including the bias, and of rows."""
     columns = linear.in_features if linear.bias is None else linear.in_features + 1
     return columns, linear.out_features
+
+
+def _set_weights(linear: nn.Linear, weight_OI: Tensor) -> None:
+    """Replace a map's weight, and its bias by the last column."""
+    linear.weight.copy_(weight_OI[:, : linear.in_features])
+    if linear.bias is not None:
+        linear.bias.copy_(weight_OI[:, -1])
 
 
 def _in_float64(linear: nn.Linear, factors: Pair) -> tuple[Tensor, Pair]:

@@ -109,7 +109,8 @@ def backward(
 
 def damped_inverse(moment_II: Float[Tensor, "I I"]) -> Float[Tensor, "I I"]:
     """Inverse of a moment X^T X with 1 % of its mean diagonal added to the diagonal."""
-    mean, moment_II = float(moment_II.diagonal().mean()), moment_II.clone()
+    mean = float(moment_II.diagonal().mean())
+    moment_II = moment_II.clone()
     moment_II.diagonal().add_(0.01 * mean or 1e-30)  # an all-zero moment has an inverse, too
     factor_II, failed = torch.linalg.cholesky_ex(moment_II)
     if failed:

@@ -47,7 +47,8 @@ class _Network(nn.Module):
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
         self.register_buffer("start", torch.randn(len(widths), 32))
-        self.gru, self.norm = nn.GRU(32, 64, bidirectional=True), nn.LayerNorm(128)
+        self.gru = nn.GRU(32, 64, bidirectional=True)
+        self.norm = nn.LayerNorm(128)
         self.heads = nn.ModuleList(nn.Linear(128, width, bias=False) for width in widths)
 
     def forward(self) -> list[Tensor]:
@@ -57,7 +58,8 @@ class _Network(nn.Module):
 
 def disp_llm(inputs: PruneInputs) -> Pruned:
     """Learn the selections, and set to zero all weights outside them."""
-    dense, size = inputs.dense, inputs.dense.widths.model
+    dense = inputs.dense
+    size = inputs.dense.widths.model
     widths = [size, size, size, dense.widths.ffn, size] * dense.widths.layers
     if inputs.excess <= 0:
         return Pruned(0, {"selected": widths})
@@ -99,11 +101,13 @@ def kept_parameters(dense: DenseModel, selected: Sequence[Any]) -> Any:
 @torch.enable_grad()
 def _trained(inputs: PruneInputs, network: nn.Module, whole: int) -> list[Tensor]:
     """Logits of every selection, from the trained network."""
-    dense, model = inputs.dense, cast(Any, inputs.dense.model)
+    dense = inputs.dense
+    model = cast(Any, inputs.dense.model)
     optimizer = torch.optim.AdamW(network.parameters(), lr=_LR, weight_decay=_WEIGHT_DECAY)
     wanted = math.log(max(1, whole - inputs.excess) / whole)
     for step in range(inputs.steps):
-        tokens_BT, logits = inputs.batch(step).to(dense.device), network()
+        tokens_BT = inputs.batch(step).to(dense.device)
+        logits = network()
         soft = [_gate(each) for each in logits]
         kept = [(each.round() - each.detach() + each).sum() for each in soft]
         excess = (kept_parameters(dense, kept) / whole).log() - wanted
@@ -130,7 +134,8 @@ def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
         x: Tensor = called[-1]
         return x * gate.to(x.dtype)
 
-    family, target = dense.family, TARGETS["ffn"]
+    family = dense.family
+    target = TARGETS["ffn"]
     with ExitStack() as hooks:
         for layer, reading, output, gate_of in _by_layer(dense, gates):
             ffn, down = family.block(layer, target), family.output(layer, target)

@@ -30,26 +30,33 @@ class Kind(NamedTuple):
 
 def llm_pruner(inputs: PruneInputs) -> Pruned:
     """Remove the share of the groups that comes nearest to the budget."""
-    dense, num_neurons = inputs.dense, inputs.dense.widths.ffn
+    dense = inputs.dense
+    num_neurons = dense.widths.ffn
     removed_N = removed_parameters(dense, torch.arange(num_neurons))
     idle = (removed_N - inputs.excess).abs().argmin()
-    touched, kept = _touched(dense), list[int]()
+    touched = _touched(dense)
+    kinds = kinds_of(dense)
+    kept = [int(_kept(kind, idle, num_neurons)) for kind in kinds]
     if idle:
         backward(inputs)
-    for kind in kinds_of(dense):
-        kept.append(int(_kept(kind, idle, num_neurons)))
-        for index in touched if idle else ():
-            parts = grouped(dense, index, kind)
-            scores = [
-                (parts[name].double() * slope).abs().flatten(1).sum(1)
-                for name, slope in grouped(dense, index, kind, slopes=True).items()
-            ]
-            order_G = torch.stack(scores).sum(0).argsort(stable=True)
-            for part in parts.values():
-                part[order_G[: kind.groups - kept[-1]]] = 0
+        for kind, num_kept in zip(kinds, kept, strict=True):
+            for index in touched:
+                _remove_lowest(dense, index, kind, kind.groups - num_kept)
     dense.model.requires_grad_(False).zero_grad()
     plan = {"heads": kept[0], "neurons": kept[1], "layers": [touched.start, touched.stop]}
     return Pruned(int(removed_N[idle]), plan)
+
+
+def _remove_lowest(dense: DenseModel, index: int, kind: Kind, num_removed: int) -> None:
+    """Zero the groups of one kind in a layer that affect the loss least, by its gradients."""
+    parts = grouped(dense, index, kind)
+    scores = [
+        (parts[name].double() * slope).abs().flatten(1).sum(1)
+        for name, slope in grouped(dense, index, kind, slopes=True).items()
+    ]
+    order_G = torch.stack(scores).sum(0).argsort(stable=True)
+    for part in parts.values():
+        part[order_G[:num_removed]] = 0
 
 
 require_separate_heads = refusing(
@@ -86,7 +93,8 @@ def _kept(kind: Kind, idle: Int[Tensor, "*M"], num_neurons: int) -> Int[Tensor, 
 
 def grouped(dense: DenseModel, index: int, kind: Kind, slopes: bool = False) -> dict[str, Tensor]:
     """Each tensor of a layer's groups, or (`slopes`) its gradient, divided by group: [G, ...]."""
-    named, parts = dict(dense.model.named_parameters()), dict[str, Tensor]()
+    named = dict(dense.model.named_parameters())
+    parts = dict[str, Tensor]()
     for name, dimension in kind.members.items():
         place = dense.family.stored(dense.config, f"model.layers.{index}.{name}")
         parameter = named.get(place.stored)

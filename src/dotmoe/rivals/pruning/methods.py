@@ -78,7 +78,9 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     and `plan`. Raises a `UserError` if the method does not fit the model.
     """
     inputs.dense.require("memory")
-    chosen, total, started = PRUNING[method], num_parameters(inputs.dense.model), time.monotonic()
+    chosen = PRUNING[method]
+    total = num_parameters(inputs.dense.model)
+    started = time.monotonic()
     require(method, inputs.dense, inputs.dense.device)
     pruned = chosen.prune(inputs)
     tokens = inputs.tokens_BT.numel()

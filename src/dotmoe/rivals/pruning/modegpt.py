@@ -30,16 +30,26 @@ from dotmoe.rivals.pruning.whole_layers import block_influence
 
 def modegpt(inputs: PruneInputs) -> Pruned:
     """Cut every layer's modules to the shares that come nearest to the budget."""
-    dense, weight_L = inputs.dense, (-block_influence(inputs)).softmax(0)
+    dense = inputs.dense
+    weight_L = (-block_influence(inputs)).softmax(0)
     scale_M1 = torch.linspace(0, 1, 10_001)[:, None] / weight_L.min()
     share_ML1 = 0.8 * (scale_M1 * weight_L).clamp_max(1)[..., None]
     unit_3, width_3, step_3 = _modules(dense)
     kept_ML3 = ((1 - share_ML1) * width_3 / step_3).round().clamp_min(1).long() * step_3
     removed_M = ((width_3 - kept_ML3) * unit_3).sum((1, 2))
     best = (removed_M - inputs.excess).abs().argmin()
-    plan, removed = kept_ML3[best].tolist(), int(removed_M[best])
+    plan = kept_ML3[best].tolist()
+    removed = int(removed_M[best])
+    if removed:
+        _cut(inputs, plan)
+    return Pruned(removed, {"neurons_features_ranks": plan})
+
+
+def _cut(inputs: PruneInputs, plan: list[tuple[int, int, int]]) -> None:
+    """Cut each layer to its planned numbers of neurons, features of a head, and rank of values."""
+    dense = inputs.dense
     stream = Stream(dense, inputs.tokens_BT)
-    for index, (neurons, features, rank) in enumerate(plan if removed else ()):
+    for index, (neurons, features, rank) in enumerate(plan):
         with _moments(dense, index) as moments:
             stream.advance(index)
         gate, up, down = dense.family.ffn(inputs.layers[index])[:3]
@@ -49,7 +59,6 @@ def modegpt(inputs: PruneInputs) -> Pruned:
         down.weight.copy_(made_up(down.weight.double(), moments["activation"], kept_N))
         _cut_heads(dense, index, moments, features, rank)
         inputs.on_progress(index + 1, len(plan))
-    return Pruned(removed, {"neurons_features_ranks": plan})
 
 
 require_plain_heads = refusing(
@@ -70,9 +79,11 @@ def joint_rank(moment_WW: Tensor, output_RWD: Tensor, rank: int) -> tuple[Tensor
 
 def _modules(dense: DenseModel) -> Tensor:
     """For FFN, query-key and value-output: parameters per unit of width, the width, its step."""
-    size, bias = dense.widths.model, int(dense.traits.qkv_bias)
+    size = dense.widths.model
+    bias = 1 if dense.traits.qkv_bias else 0
     queries, keys = dense.config.num_attention_heads, dense.config.num_key_value_heads
-    rotated, width = (queries + keys) * (size + bias), head_dim(dense.config)
+    width = head_dim(dense.config)
+    rotated = (queries + keys) * (size + bias)
     mixed = keys * (size + bias) + queries * size
     return torch.tensor([[3 * size, rotated, mixed], [dense.widths.ffn, width, width], [1, 2, 1]])
 
@@ -81,7 +92,8 @@ def _modules(dense: DenseModel) -> Tensor:
 def _moments(dense: DenseModel, index: int) -> Iterator[dict[str, Any]]:
     """Within this context, collect the moments of a layer that its cuts need, in float64."""
     moments: dict[str, Any] = {}
-    layer, before = dense.family.layers(dense.model)[index], dense.config._attn_implementation
+    layer = dense.family.layers(dense.model)[index]
+    before = dense.config._attn_implementation
 
     def add(name: str, values_HTX: Tensor) -> None:
         values_HTX = values_HTX.double()
@@ -106,7 +118,9 @@ def _cut_heads(
     dense: DenseModel, index: int, moments: dict[str, Tensor], features: int, rank: int
 ) -> None:
     """Cut queries, keys and values of each key-value head, and the output projection."""
-    kind, width, size = kinds_of(dense)[0], head_dim(dense.config), dense.widths.model
+    kind = kinds_of(dense)[0]
+    width = head_dim(dense.config)
+    size = dense.widths.model
     query, key = (moments[name].diagonal(dim1=1, dim2=2) for name in ("query", "key"))
     score_GW = (query.view(kind.groups, -1, width).sum(1) * key).sqrt()
     parts = grouped(dense, index, kind)
@@ -125,7 +139,7 @@ def _cut_heads(
                 own[:, :rank], own[:, rank:] = cut.to(own), 0
 
 
-def _largest(score_N: Float[Tensor, " N"], number: int) -> Bool[Tensor, " N"]:
+def _largest(score_N: Float[Tensor, " N"], num_kept: int) -> Bool[Tensor, " N"]:
     kept_N = torch.zeros_like(score_N, dtype=torch.bool)
-    kept_N[score_N.argsort(descending=True, stable=True)[:number]] = True
+    kept_N[score_N.argsort(descending=True, stable=True)[:num_kept]] = True
     return kept_N

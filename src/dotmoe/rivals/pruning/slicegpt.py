@@ -25,10 +25,12 @@ from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, refusing
 
 def slicegpt(inputs: PruneInputs) -> Pruned:
     """Find the axes of the stream at each place, as many as come nearest to the budget."""
-    dense, size = inputs.dense, inputs.dense.widths.model
+    dense = inputs.dense
+    size = inputs.dense.widths.model
     counts = {width: sliced_parameters(dense, width) for width in (*range(8, size, 8), size)}
     width = min(counts, key=lambda width: abs(counts[width] - inputs.wanted))
-    stream, axes = Stream(dense, inputs.tokens_BT), list[Tensor]()
+    stream = Stream(dense, inputs.tokens_BT)
+    axes = list[Tensor]()
 
     def cut(index: int) -> None:
         """Add axes for the first place that has none, which the stream passes in this layer."""
@@ -105,7 +107,8 @@ def sliced(
 
 def sliced_parameters(dense: DenseModel, width: int) -> int:
     """Parameters of the model cut to a width, with two matrices in each layer and an uncut head."""
-    size, layers = dense.widths.model, dense.family.layers(dense.model)
+    size = dense.widths.model
+    layers = dense.family.layers(dense.model)
     total = (width + size) * dense.widths.vocabulary
     for index, layer in enumerate(layers):
         leaving = width if index + 1 < len(layers) else size

@@ -88,7 +88,8 @@ def corrected(
     weight_OI = weight_OI * is_read_I
     kept_OI = torch.empty_like(weight_OI, dtype=torch.bool)
     for start in range(0, weight_OI.shape[1], _COLUMNS_AT_ONCE):
-        stop, errors = min(start + _COLUMNS_AT_ONCE, weight_OI.shape[1]), []
+        stop = min(start + _COLUMNS_AT_ONCE, weight_OI.shape[1])
+        errors = []
         for j in range(start, stop):
             if j % 4 == 0:
                 four = slice(j, j + 4)
@@ -126,7 +127,8 @@ def _by_layers(
     `moment` of a map's inputs [T, I] is summed over all tokens; from that sum and the weight [O, I]
     `pruned` makes the new weight, in float64.
     """
-    stream, sums = Stream(inputs.dense, inputs.tokens_BT), dict[int, Any]()
+    stream = Stream(inputs.dense, inputs.tokens_BT)
+    sums = dict[int, Any]()
 
     def see(number: int, x: Tensor) -> None:
         sums[number] = sums.get(number, 0) + moment(x.flatten(0, -2).double())

@@ -31,7 +31,8 @@ def shortgpt(inputs: PruneInputs) -> Pruned:
 
 def block_influence(inputs: PruneInputs) -> Float[Tensor, " L"]:
     """Block influence of each layer, 0 to 2: 1 - the mean cosine of the stream before and after."""
-    stream, scores = Stream(inputs.dense, inputs.tokens_BT), []
+    stream = Stream(inputs.dense, inputs.tokens_BT)
+    scores = []
     for index in range(len(inputs.layers)):
         before_BTD = stream.hidden_BTD.double()
         stream.advance(index)
@@ -43,10 +44,13 @@ def block_influence(inputs: PruneInputs) -> Float[Tensor, " L"]:
 
 def sleb(inputs: PruneInputs) -> Pruned:
     """Drop layers one by one by their current cost, as many as come nearest to the budget."""
-    alive, dropped = list(range(len(inputs.layers))), list[int]()
-    start, rounds = Stream(inputs.dense, inputs.tokens_BT), _num_to_drop(inputs, keeping=2)
+    start = Stream(inputs.dense, inputs.tokens_BT)
+    rounds = _num_to_drop(inputs, keeping=2)
+    alive = list(range(len(inputs.layers)))
+    dropped = list[int]()
     for done in range(rounds):
-        before, losses = start.clone(), dict[int, float]()
+        before = start.clone()
+        losses = dict[int, float]()
         for place, layer in enumerate(alive[:-1]):
             if place > 0:
                 behind = before.clone()
@@ -62,7 +66,8 @@ def sleb(inputs: PruneInputs) -> Pruned:
 
 def _loss(inputs: PruneInputs, stream: Stream) -> float:
     """Summed next-token loss of the stream after the last layer."""
-    dense, loss = inputs.dense, 0.0
+    dense = inputs.dense
+    loss = 0.0
     norm = dense.model.get_submodule("model.norm")
     for part in stream.parts:
         hidden_BTD = norm(stream.hidden_BTD[part].to(dense.device)[:, :-1])
