@@ -21,7 +21,7 @@ FRONT_PAGE = (
 """Rows on the front page, without their shares."""
 _MOST_NAMES = 8
 _SHORT_REPAIR = ("refitted", "static-refitted")
-"""Rows that give way to those with the whole repair, where these are made."""
+_WHOLE_REPAIR = ("repaired", "static-repaired")
 
 
 def on_answers(row: Any) -> dict[str, str | None]:
@@ -139,11 +139,19 @@ def front_page(records: Mapping[str, Any], tabled: Callable[..., str]) -> str:
 
 
 def _gives_way(row: Any, record: Any) -> bool:
-    """Whether a row of the short repair has one beside it with the whole repair."""
-    if _without_share(row) not in _SHORT_REPAIR:
-        return False
-    whole = row["name"].replace("refitted", "repaired")
-    return any(other["is_made"] for other in record["rows"] if other["name"] == whole)
+    """Whether a row is left out for those of the other repair at its share.
+
+    The rows beside each other have one repair: the whole one where dotmoe and static pruning both
+    have it, else the short one.
+    """
+    made = {each["name"] for each in record["rows"] if each["is_made"]}
+    share = f"{100 * row['share']:.0f}" if row["share"] else ""
+    both_are_whole = {f"repaired-{share}", f"static-repaired-{share}"} <= made
+    if _without_share(row) in _SHORT_REPAIR:
+        return both_are_whole
+    if _without_share(row) in _WHOLE_REPAIR:
+        return not both_are_whole and f"refitted-{share}" in made
+    return False
 
 
 def _share(row: Any) -> str | None:
