@@ -9,8 +9,8 @@ from written_text import jsonl, parquet_bytes, read, refusal_of, write
 
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import PIECE_CHARACTERS, cut, whole_documents
-from dotmoe.text.rows import Chat, content_of
-from dotmoe.text.sources import documents
+from dotmoe.text.rows import Asking, Chat, content_of
+from dotmoe.text.sources import documents, opened
 from runs import refusal
 
 
@@ -314,3 +314,29 @@ def test_parquet_of_single_messages_is_refused_as_json_is(columns, tmp_path):
     lines = write(tmp_path / "rows.jsonl", jsonl(rows))
     for path in (table, lines):
         assert "is one message of a chat" in refusal_of(path)
+
+
+# --- rows that ask
+
+
+def asked_in(path):
+    return list(opened(str(path), DataConfig(data=(str(path),)), Printing, answered=True))
+
+
+@pytest.mark.parametrize("bad", ["broken \ud800 half", "a \0 byte"])
+@pytest.mark.parametrize("name", ["prompt", "messages"])
+def test_what_is_no_text_in_a_question_is_refused_as_in_text(tmp_path, name, bad):
+    value = bad if name == "prompt" else [{"role": "user", "content": bad}]
+    file = tmp_path / "ask.jsonl"
+    file.write_text(json.dumps({name: value}) + "\n")
+    said = refusal(asked_in, file)
+    assert "row 1" in said or "line 1" in said
+    assert "Unicode" in said or "NUL" in said
+
+
+def test_a_question_has_line_ends_of_text_mode_and_a_blank_one_is_left_out(tmp_path):
+    file = tmp_path / "ask.jsonl"
+    rows = [{"prompt": ""}, {"prompt": "One\r\ntwo\rthree"}, {"prompt": None}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asking = [each for each in asked_in(file) if each or type(each) is Asking]
+    assert [each.messages[0]["content"] for each in asking] == ["One\ntwo\nthree"]

@@ -10,7 +10,13 @@ from dotmoe.common.files import read_json
 from dotmoe.models.chat import has_chats, states_chats
 from dotmoe.models.load import describe_dense
 from dotmoe.text import answers, expected
-from dotmoe.text.answers import num_answer_tokens, num_chat_tokens, own_prompts, read_answers
+from dotmoe.text.answers import (
+    num_answer_tokens,
+    num_chat_tokens,
+    own_prompts,
+    question,
+    read_answers,
+)
 from dotmoe.text.tokenise import TokenisedText
 from runs import TINY_CONVERT, TinyRun, put_into, words
 
@@ -298,3 +304,77 @@ def test_a_plan_says_what_a_chat_model_writes(speaker, tmp_path, command, monkey
 def test_files_say_whether_a_model_chats_as_its_tokenizer_does(speaker, tiny_dense):
     for folder, chats in ((speaker, True), (tiny_dense("llama"), False)):
         assert has_chats(describe_dense(str(folder)).tokenizer) == states_chats(folder) == chats
+
+
+def measured_questions(number):
+    return [each.messages[0]["content"] for each in own_prompts("heldout")[:number]]
+
+
+def test_questions_that_every_run_is_measured_on_are_never_fitted(speaker, tmp_path, command):
+    """Also where a file of prompts has them, and those that it repeats are asked once."""
+    asking = asking_of(tmp_path, number=20)
+    with asking.open("a") as file:
+        for text in measured_questions(200) + ["What is 0?"] * 20:
+            file.write(json.dumps({"prompt": text}) + "\n")
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS | {"data": asking})
+    done = command(*run.command())
+    assert done.status == 0, done.err
+    assert "they are not fitted to" in done.err
+    fitted = read_answers(run.folder / "0_answers/fitted.jsonl")
+    others = read_answers(run.folder / "0_answers/others.jsonl")
+    asked = [each.messages[0]["content"] for each in fitted]
+    assert not {each.messages[0]["content"] for each in others} & set(asked)
+    assert asked.count("What is 0?") <= asked.count("What is 1?") + asked.count("What is 2?") + 1
+
+
+def test_held_out_answers_that_are_training_text_are_counted_and_told(
+    speaker, tmp_path, text_file, command
+):
+    """As where the answers of an earlier run are the text of another."""
+    earlier = TinyRun("convert", speaker, tmp_path / "earlier", OPTIONS).made()
+    answers_of = earlier.folder / "0_answers/others.jsonl"
+    options = {name: value for name, value in OPTIONS.items() if name != "answer_tokens"}
+    run = TinyRun("convert", speaker, tmp_path / "run", options | {"data": [answers_of, text_file]})
+    done = command(*run.command())
+    assert done.status == 0, done.err
+    told = "3 held-out answers are in the training text"
+    assert told in done.err
+    assert any(told in note for note in run.results()["text_notes"])
+    assert told in (run.folder / "5_export/README.md").read_text()
+
+
+def test_a_fit_to_text_alone_does_not_call_prompts_fitted(speaker, tmp_path, text_file, command):
+    options = {name: value for name, value in OPTIONS.items() if name != "answer_tokens"}
+    run = TinyRun("convert", speaker, tmp_path / "run", options | {"data": text_file})
+    done = command(*run.command())
+    assert done.status == 0, done.err
+    card = (run.folder / "5_export/README.md").read_text()
+    assert "prompts as fitted" not in done.out + card
+    assert "usual prompts" in card
+
+
+def test_what_has_no_effect_on_answers_is_refused_or_said(speaker, tmp_path, text_file, command):
+    asking = asking_of(tmp_path)
+    for data in ([asking, text_file], ["self", "prompts"]):
+        run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS | {"data": data})
+        said = run.at(tmp_path / "run", data_weights=[9, 1])
+        assert "--data-weights" in command(*said.command()).refusal()
+    told = command(
+        *TinyRun("convert", speaker, tmp_path / "text", OPTIONS | {"data": text_file}).command()
+    )
+    assert "answer_tokens is not used" in told.err
+
+
+def test_questions_that_are_all_held_out_are_refused_before_anything_is_written(
+    speaker, tmp_path, text_file, command
+):
+    held = next(
+        each.messages[0]["content"]
+        for each in map(question, (f"Is {number} even?" for number in range(100)))
+        if each.is_heldout
+    )
+    asking = tmp_path / "one.jsonl"
+    asking.write_text(json.dumps({"prompt": held}) + "\n")
+    for data in (asking, [asking, text_file]):
+        run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS | {"data": data})
+        assert "none is left to fit to" in command(*run.command()).refusal()

@@ -73,9 +73,13 @@ class Question:
     @property
     def is_heldout(self) -> bool:
         """Whether answers to it are for measuring: decided by its words, so alike in every run."""
+        return sha256(self.words.encode()).digest()[0] % ONE_HELDOUT_IN == 0
+
+    @property
+    def words(self) -> str:
+        """What is said, and by whom: questions of the same words are one."""
         said = [{name: each.get(name) for name in ("content", "role")} for each in self.messages]
-        words = json.dumps(said, sort_keys=True, ensure_ascii=False)
-        return sha256(words.encode()).digest()[0] % ONE_HELDOUT_IN == 0
+        return json.dumps(said, sort_keys=True, ensure_ascii=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,15 +114,24 @@ def own_prompts(name: str) -> list[Question]:
 
 
 def questions_in(data: DataConfig, tokenizer: Any) -> list[Question]:
-    """The prompts of this package, if `prompts` is a source, and rows of local files that ask."""
+    """The prompts of this package, if `prompts` is a source, and rows of local files that ask.
+
+    One that comes twice is asked once. Raises `UserError` for weights that nothing would follow.
+    """
     found = list[Question]()
     for source in data.data:
         if source == PROMPTS:
             found += own_prompts("asked")
         elif source != SELF and local_files(source):
             read = opened(source, data, tokenizer, answered=True)
-            found += [Question(messages=each.messages) for each in read if type(each) is Asking]
-    return found
+            asking = [Question(messages=each.messages) for each in read if type(each) is Asking]
+            if asking and data.data_weights:
+                raise UserError(
+                    f"data_weights divide tokens between texts, and between them and {SELF} or "
+                    f"{PROMPTS}, but rows of {source} ask the model. Leave --data-weights out."
+                )
+            found += asking
+    return list({each.words: each for each in found}.values())
 
 
 def own_turns(
@@ -499,26 +512,31 @@ def own_answers(
     heldout: int,
     seed: int,
     first_round: int = 0,
+    is_told: bool = False,
     progress: Progress,
 ) -> OwnAnswers:
     """The answers of a run: about `tokens` to fit to, and `heldout` of each kind to measure on.
 
     A run whose data ask nothing fits to none. A base model writes text from nothing, and has none
-    to measure on. Another `first_round` draws other answers to fit to. Raises `UserError` if the
-    data ask a model without chat template.
+    to measure on. Another `first_round` draws other answers to fit to. `is_told` says that a user
+    named the number of `tokens`. Raises `UserError` if the data ask a model without chat template,
+    or have weights that nothing would follow.
     """
     itself = SELF in data.data
     context = dense.widths.context
     room = min(data.seq_len, context)
+    _require_one_weight(data)
     questions = questions_in(data, dense.tokenizer)
     if questions:
         require_chats(dense.tokenizer, data)
+    elif is_told and not itself:
+        progress.log("no row of the data asks: answer_tokens is not used")
     answering = Answering(dense, identity, seed, progress)
     if questions:
         questions = _require_room(answering.with_room(questions, room), room, data)
     fitted = list[Answer]()
     if questions or itself:
-        to_fit = [each for each in questions if not each.is_heldout]
+        to_fit = _to_fit(questions, data, progress)
         fitted = answering.fitted(to_fit, tokens, room=room, itself=itself, first_round=first_round)
     sets = dict[str, tuple[Answer, ...]]()
     if heldout and _can_be_asked(dense.tokenizer, progress):
@@ -526,11 +544,38 @@ def own_answers(
     return OwnAnswers(fitted=tuple(fitted), asked=tokens, **sets)
 
 
+def _require_one_weight(data: DataConfig) -> None:
+    """Refuse weights that tell `self` from `prompts`, which are asked in turn."""
+    weights = dict(zip(data.data, data.data_weights or (), strict=False))
+    if len({weight for source, weight in weights.items() if asks(source)}) > 1:
+        raise UserError(
+            f"data_weights differ for {SELF} and {PROMPTS}, but the model goes on with questions "
+            "of its own where the prompts end. Give both one weight: together they say how many of "
+            "the tokens are answers."
+        )
+
+
+def _to_fit(questions: Sequence[Question], data: DataConfig, progress: Progress) -> list[Question]:
+    """The questions whose answers are fitted to: those of no set to measure on."""
+    of_others = {each.words for each in own_prompts("heldout")}
+    found = [each for each in questions if not each.is_heldout and each.words not in of_others]
+    if questions and not found and SELF not in data.data:
+        raise UserError(
+            f"all {len(questions)} questions of {', '.join(data.data)} are held out to measure on, "
+            f"as one in {ONE_HELDOUT_IN} is: none is left to fit to. Add questions."
+        )
+    num_measured = len([each for each in questions if each.words in of_others])
+    if num_measured:
+        progress.log(
+            f"{num_measured} questions are those that every run is measured on: they are not "
+            "fitted to"
+        )
+    return found
+
+
 def _can_be_asked(tokenizer: Any, progress: Progress) -> bool:
-    """Whether a model answers questions; says why one with a chat template does not."""
-    if not has_chats(tokenizer):
-        return False
-    why = why_not_asked(tokenizer)
+    """Whether a model answers questions; says why it does not."""
+    why = why_not_asked(tokenizer) if has_chats(tokenizer) else "the model has no chat template"
     if why is None:
         return True
     progress.log(f"nothing is measured on held-out answers: {why}")

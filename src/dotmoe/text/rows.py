@@ -109,14 +109,13 @@ def _require_fields(row: Mapping[str, Any], place: str) -> None:
     """Refuse a row without a field that is read unnamed, or that is a part of a chat."""
     usual = [*TEXT_FIELDS, *CHAT_FIELDS]
     is_alpaca = INSTRUCTION in row and OUTPUT in row
-    asks = not _is_blank(row.get(PROMPT))
     is_part = is_message(row) and full_fields(row) in ([], ["content"])
     if is_part:
         raise UserError(
             f"{place} is one message of a chat. Write a row for each chat, with the list of its "
             "messages, or name the field to read as text: SOURCE#content."
         )
-    if not is_alpaca and not asks and not any(name in row for name in usual):
+    if not is_alpaca and PROMPT not in row and not any(name in row for name in usual):
         wanted = f"of {', '.join(usual)}, {PROMPT}, nor {INSTRUCTION} and {OUTPUT}"
         raise _no_field(row, place, wanted)
 
@@ -291,13 +290,24 @@ class RowReader(NamedTuple):
                 _say_unread(self.source, row)
             if content.asks and self.answered:
                 asking = Asking()
-                asking.messages = content.messages
+                asking.messages = tuple(_checked(each, place) for each in content.messages)
                 return asking
             content = rendered(content, self.tokenizer, place, self.source)
         require_text(content, place)
         if "\r" not in content:
             return content
-        return type(content)(_CARRIAGE_RETURN.sub("\n", content))
+        return type(content)(_with_line_ends(content))
+
+
+def _checked(message: Message, place: str) -> Message:
+    """A message of Unicode text with line ends of text mode."""
+    require_text(message["content"], place)
+    return {**message, "content": _with_line_ends(message["content"])}
+
+
+def _with_line_ends(text: str) -> str:
+    """The text with line ends of text mode."""
+    return _CARRIAGE_RETURN.sub("\n", text)
 
 
 def _say_unread(source: str, row: Mapping[str, Any]) -> None:

@@ -1,16 +1,26 @@
 """Stage tokenise: text -> training blocks and held-out blocks."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
+from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json, write_json
 from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
+from dotmoe.models.chat import by_template
 from dotmoe.models.family import DenseModel
-from dotmoe.text.answers import ONE_HELDOUT_IN, OwnAnswers, num_answer_tokens, num_chat_tokens
+from dotmoe.text.answers import (
+    ONE_HELDOUT_IN,
+    Answer,
+    OwnAnswers,
+    num_answer_tokens,
+    num_chat_tokens,
+)
 from dotmoe.text.blocks import TokenBlocks, overlap, split_off_tail, write_decontaminated
 from dotmoe.text.config import DataConfig
 from dotmoe.text.packing import Record, pack_sources, separator_id
@@ -23,6 +33,9 @@ OTHER = "other.safetensors"
 _READ_FOR_ONE = 8
 """Tokens read per token drawn from the text: the first documents alone may share one topic."""
 _BOILERPLATE = 0.01
+_END_OF_ANSWER = 64
+"""Tokens of the end of a chat by which an answer is found in a text: of a short one its question
+too."""
 _TEXT_NAMES = {"training": "training text", "heldout": "held-out text"}
 NO_ANSWERS = OwnAnswers()
 """Of a run that asks nothing."""
@@ -59,6 +72,11 @@ def notes_on(record: Record) -> tuple[str, ...]:
     for key, what in _TEXT_NAMES.items():
         if isinstance(packed := record.get(key), dict):
             notes += _shortfalls(packed, what)
+    trained = record.get("trained_answers", 0)  # not in older records
+    if trained:
+        notes.append(
+            f"{trained} held-out answers are in the training text: results on them are no test"
+        )
     return tuple(notes)
 
 
@@ -146,6 +164,7 @@ def tokenise(
     if is_heldout_here:
         record["overlap"] = _share_trained_on(folder, dense, text_of_run)
         heldout_name = _with_overlap(heldout_name, record["overlap"], progress)
+    record["trained_answers"] = _trained_answers(own, dense.tokenizer, folder)
     for note in notes_on(record):
         progress.log(note)
     write_json(folder / _RECORD, {**record, "heldout_name": heldout_name})
@@ -200,6 +219,37 @@ def _without_heldout(
             f"{left_out} blocks of training text left out: they are part of the held-out text"
         )
     return {"training": record, "left_out_blocks": left_out}
+
+
+def _trained_answers(own: OwnAnswers, tokenizer: Any, folder: Path) -> int:
+    """Number of held-out answers whose last tokens stand in the training text."""
+    answers = (*own.alike, *own.others)
+    if not answers:
+        return 0
+    training = TokenBlocks.load(folder / _TRAINING).tokens_BT
+    text = training.to(torch.int32).numpy().tobytes()
+    found = 0
+    for answer in answers:
+        if any(_has_tokens(text, ids[-_END_OF_ANSWER:]) for ids in _forms_of(answer, tokenizer)):
+            found += 1
+    return found
+
+
+def _forms_of(answer: Answer, tokenizer: Any) -> Iterator[Sequence[int]]:
+    """Token ids of an answered chat: as they were drawn, and as a text has them."""
+    yield answer.ids
+    with suppress(UserError):  # then no text has it either
+        written = by_template(tokenizer, answer.messages, refusal="an answer has", remedy="")
+        yield tokenizer(written, add_special_tokens=False).input_ids
+
+
+def _has_tokens(text: bytes, ids: Sequence[int]) -> bool:
+    """Whether int32 tokens contain these, in a row."""
+    wanted = torch.tensor(ids, dtype=torch.int32).numpy().tobytes()
+    place = text.find(wanted)
+    while place >= 0 and place % 4:
+        place = text.find(wanted, place + 1)
+    return place >= 0
 
 
 def _share_trained_on(folder: Path, dense: DenseModel, text_of_run: TokenisedText | None) -> float:

@@ -12,16 +12,16 @@ from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import ExportRecord
 from dotmoe.measure.evaluate.difference import nats_with_error
 from dotmoe.measure.evaluate.own_answers import (
-    KINDS_SHOWN,
     DenseStates,
     closeness_on,
+    kind_shown,
     worse_set,
 )
 from dotmoe.models.family import TARGETS
 from dotmoe.models.load import load_weights
 from dotmoe.text.answers import ALIKE, OTHERS, OwnAnswers
 
-_OF_A_POINT = ("kl", "kl_stderr", "top1", "top1_stderr")
+_OF_A_POINT = ("kl", "kl_stderr", "top1", "top1_stderr", "like_fit")
 
 
 def ks_of_answer_curve(num_experts: int, active_experts: int) -> tuple[int, ...]:
@@ -74,7 +74,8 @@ def _point(record: ExportRecord, active: int, closeness: Mapping[str, Values]) -
         "active_fraction": share,
         "active_parameters": parameters,
         **{
-            kind: {name: values[name] for name in _OF_A_POINT} for kind, values in closeness.items()
+            kind: {name: values[name] for name in _OF_A_POINT if name in values}
+            for kind, values in closeness.items()
         },
     }
 
@@ -99,9 +100,10 @@ def curve_table_of_answers(curve: Values) -> Table:
         f"of the {whole}": lambda point: percent(point["active_fraction"]),
         "parameters for a token": lambda point: millions(point["active_parameters"]),
     }
-    for kind in _sets_in(curve["points"][0]):
-        columns[f"KL, {KINDS_SHOWN[kind]}"] = partial(_shown_kl, kind)
-        columns[f"same top token, {KINDS_SHOWN[kind]}"] = partial(_shown_top1, kind)
+    for kind, values in _sets_in(curve["points"][0]).items():
+        prompts = kind_shown(kind, values)
+        columns[f"KL, {prompts}"] = partial(_shown_kl, kind)
+        columns[f"same top token, {prompts}"] = partial(_shown_top1, kind)
     return table_of(
         curve["points"],
         columns,

@@ -28,6 +28,7 @@ from dotmoe.training.losses import head_of
 _TOKENS_AT_ONCE = 4096
 KINDS_SHOWN = {ALIKE: "prompts as fitted", OTHERS: "other prompts"}
 """What tables call the two sets of held-out answers."""
+_NOT_FITTED = "usual prompts"
 
 
 class _Sums(NamedTuple):
@@ -76,11 +77,18 @@ def states_on(dense: DenseModel, own: OwnAnswers) -> dict[str, DenseStates]:
 def closeness_on(
     taught: Mapping[str, DenseStates], model: Any, own: OwnAnswers, on_progress: Update = no_update
 ) -> dict[str, Values]:
-    """`measure_closeness` of a model on both sets of held-out answers, by name."""
-    return {
+    """`measure_closeness` of a model on both sets of held-out answers, by name.
+
+    `like_fit` of the first set is False if the model was fitted to no answers: its prompts are
+    those that a conversion without text is fitted to.
+    """
+    found = {
         kind: measure_closeness(states, model, getattr(own, kind), on_progress)
         for kind, states in taught.items()
     }
+    if ALIKE in found and not own.fitted:
+        found[ALIKE]["like_fit"] = False
+    return found
 
 
 @torch.no_grad()
@@ -263,10 +271,17 @@ def worse_set(closeness: Mapping[str, Values]) -> Values:
     return min(closeness.values(), key=lambda values: float(values["top1"]))
 
 
+def kind_shown(kind: str, values: Values) -> str:
+    """What tables call a set of held-out answers, on which a model has these `values`."""
+    if values.get("like_fit", True):  # measurements of other versions lack it
+        return KINDS_SHOWN[kind]
+    return _NOT_FITTED
+
+
 def own_answers_table(results: Mapping[str, Values]) -> Table:
     """Table of exports, by name, on held-out answers of the dense model; see `on_own_answers`."""
     rows = [
-        values | {"model": name, "kind": KINDS_SHOWN[kind]}
+        values | {"model": name, "kind": kind_shown(kind, values)}
         for name, each in results.items()
         for kind, values in each.items()
     ]
