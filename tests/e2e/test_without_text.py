@@ -378,3 +378,17 @@ def test_questions_that_are_all_held_out_are_refused_before_anything_is_written(
     for data in (asking, [asking, text_file]):
         run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS | {"data": data})
         assert "none is left to fit to" in command(*run.command()).refusal()
+
+
+def test_a_plan_counts_answers_to_rows_that_ask(speaker, tmp_path, text_file, command):
+    read = ("experts", "active_experts", "calibration_tokens", "seq_len", "answer_tokens")
+    how = {name: OPTIONS[name] for name in read if name in OPTIONS}
+
+    def tokens_of_answers(data):
+        plan = json.loads(command("inspect", speaker, json=[], data=data, **how).out)
+        return sum(
+            each["tokens"] for each in plan["run"]["writing"] if "answers to fit" in each["what"]
+        )
+
+    assert tokens_of_answers(asking_of(tmp_path)) > 0
+    assert tokens_of_answers(text_file) == 0

@@ -108,3 +108,22 @@ def test_a_chat_model_is_asked_by_its_template(copied, dense, command):
 def test_a_prompt_that_is_empty_or_too_long_is_refused(new_tokens, prompt, words, dense):
     with pytest.raises(UserError, match=words):
         generated(dense.model, dense.tokenizer, [prompt], new_tokens)
+
+
+def test_every_prompt_is_shown(tiny_dense, command):
+    prompts = ["one", "two", "three", "four", "five", "six"]
+    done = command("evaluate", tiny_dense("llama"), generate=2, prompts=prompts)
+    assert done.out.count("prompt:") == len(prompts)
+
+
+def test_a_result_of_another_model_is_not_overwritten(tiny_dense, command, tmp_path):
+    out = tmp_path / "out"
+    how = {"generate": 2, "prompts": "one", "out": out}
+    model, other = tiny_dense("llama"), tiny_dense("qwen2")
+    for _ in range(2):  # its own is measured again
+        assert command("evaluate", model, **how).status == 0
+    before = (out / "generation.json").read_text()
+    said = command("evaluate", other, **how).refusal()
+    assert "is a result of" in said
+    assert "another model" in said
+    assert (out / "generation.json").read_text() == before

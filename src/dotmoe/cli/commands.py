@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dotmoe.cli.quickstart import quickstart, shown_quickstart
 from dotmoe.common.errors import UserError
+from dotmoe.common.files import expanded, write_json
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table, to_rich
 from dotmoe.measure import bench
@@ -106,6 +107,8 @@ def run_analyse(config: measuring.AnalyseConfig) -> None:
 def run_bench(config: measuring.BenchConfig) -> None:
     with Progress().bar("bench") as update:
         result = bench.bench(config, update)
+    if config.out is not None:
+        write_json(expanded(config.out), result)
     if config.json:
         print(json.dumps(result, indent=2))
     else:

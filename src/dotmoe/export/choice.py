@@ -18,6 +18,11 @@ NEEDS_OWN_CODE = (
     "Transformers backend. SGLang and llama.cpp cannot load it, and there is no GGUF of it."
 )
 
+ALL_RUN = (
+    "All experts run for each token: the MoE costs what the dense model does, and its routers "
+    "besides. Give a smaller --active, or smaller experts."
+)
+
 
 def formats_like(name: str) -> Mapping[str, Format]:
     """All formats of the container (Transformers or GGUF) of `name`, in order of preference."""

@@ -13,7 +13,7 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.common.files import complete_folder, new_folder
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.worker import WorkerDiedError
-from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, context_note, format_for
+from dotmoe.export.choice import ALL_RUN, NEEDS_OWN_CODE, OWN, context_note, format_for
 from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
 from dotmoe.export.format import EXPORTED, ConvertedModel
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
@@ -57,6 +57,8 @@ def require_exportable(dense: DenseModel, splits: Splits, config: ExportConfig) 
     form = format_for(dense, splits, config.format, dtype)
     if form.name == OWN:
         logger.warning(NEEDS_OWN_CODE)
+    if all(split.active_fraction == 1 for split in splits):
+        logger.warning(ALL_RUN)
     return dtype
 
 

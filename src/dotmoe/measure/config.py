@@ -229,6 +229,8 @@ class BenchConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     seed: Annotated[int, at_least(0)] = 0
     """Seed of the input tokens."""
+    out: Annotated[str | None, Shown("FILE")] = None
+    """File to write the result to, as JSON; of a run, 6_evaluate/bench.json is in its report."""
     json: bool = False
     """Print JSON instead of tables."""
 

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import write_text
@@ -485,8 +485,16 @@ class Answering:
         name = sha256(text.encode()).hexdigest()
         self._cache.mkdir(parents=True, exist_ok=True)
         path = self._cache / f"{name}.jsonl"
-        with FileLock(self._cache / f"{name}.lock"):  # another process waits, then finds it
+        lock = FileLock(self._cache / f"{name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            self._progress.log("another process writes the same answers: they are waited for")
+            lock.acquire()
+        try:
             return read(path) if path.is_file() else write(path)
+        finally:
+            lock.release()
 
 
 def asks_by_name(data: DataConfig) -> bool:

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from dotmoe.common.errors import UserError
 from dotmoe.common.numbers import ceil_div
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import answers
 from dotmoe.text.config import AnswersConfig, DataConfig
-from dotmoe.text.sources import PROMPTS, SELF
+from dotmoe.text.rows import Asking
+from dotmoe.text.sources import PROMPTS, SELF, local_files, opened
 
 QUESTION_TOKENS, ANSWER_TOKENS = 48, 220
 """Mean tokens of a question in its template, and of an answer: of SmolLM2-135M and
@@ -46,16 +48,31 @@ def expected_writing(
 ) -> tuple[Writing, ...]:
     """What a model writes in a run whose fit reads `tokens` tokens; nothing where nothing asks.
 
-    Rows of files that ask are not counted: nothing is read here.
+    Of a local source the first row is read: if that asks, as many answers as the fit reads are
+    counted, though it may hold fewer questions.
     """
     made = list[Writing]()
+    tokens_asked = how.answer_tokens or tokens
+    if is_chat and not answers.asks_by_name(data) and any(map(_begins_with_question, data.data)):
+        wanted = _in_portions(tokens_asked, QUESTION_TOKENS + ANSWER_TOKENS)
+        made.append(_answers("answers to fit to", wanted))
     if answers.asks_by_name(data):
-        tokens = how.answer_tokens or tokens
-        made += _chats(data, tokens) if is_chat else [_from_nothing(tokens)]
+        made += _chats(data, tokens_asked) if is_chat else [_from_nothing(tokens_asked)]
     if is_chat and how.heldout_answers:
         num_heldout = 2 * 2 * how.heldout_answers  # of two kinds, without and with a penalty
         made.append(_answers("held-out answers", num_heldout))
     return tuple(made)
+
+
+def _begins_with_question(source: str) -> bool:
+    """Whether the first row of a local source asks; False for one that cannot be read here."""
+    try:
+        if not local_files(source):
+            return False
+        rows = opened(source, DataConfig(data=(source,)), answered=True)
+        return type(next(rows, None)) is Asking
+    except UserError:  # chats with answers need a tokenizer
+        return False
 
 
 def _chats(data: DataConfig, tokens: int) -> list[Writing]:

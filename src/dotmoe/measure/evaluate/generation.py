@@ -109,9 +109,9 @@ def generated(
 
 
 def shown_texts(result: Values) -> list[Table | str]:
-    """The first prompts, and how each model continues them."""
+    """The prompts, and how each model continues them."""
     lines: list[Table | str] = []
-    for index, prompt in enumerate(result["model"]["prompts"][:4]):
+    for index, prompt in enumerate(result["model"]["prompts"]):
         lines.append(f"prompt:\n{indent(prompt.strip(), _INDENT)}\n")
         for side in sides_of(result):
             text = indent(side["texts"][index].strip(), _INDENT)

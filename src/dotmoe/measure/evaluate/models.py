@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.common.files import Values
+from dotmoe.common.files import Values, expanded
 from dotmoe.common.progress import Progress, Update
 from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
 from dotmoe.measure.config import EvaluateConfig
@@ -116,7 +116,10 @@ def require_unchanged_dense(export: Path, against: Path) -> None:
     A hub model does not change: a run names its commit.
     """
     run = RunFolder(export.resolve().parent)
-    if run.exists and is_local(run.model) and checkpoint_folder(run.model) == against.resolve():
+    if not run.exists or not is_local(run.model):
+        return
+    dense = expanded(run.model)
+    if dense.exists() and checkpoint_folder(run.model) == against.resolve():
         run.require_inputs({"model": fingerprint(against)})
 
 

@@ -14,7 +14,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.options import check
 from dotmoe.common.tables import in_time
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.choice import NEEDS_OWN_CODE, OWN, context_note, format_for
+from dotmoe.export.choice import ALL_RUN, NEEDS_OWN_CODE, OWN, context_note, format_for
 from dotmoe.export.format import EXPORTED
 from dotmoe.export.gguf_limits import room_in_llama_cpp
 from dotmoe.export.transformers_format import TransformersFormat, server_faults
@@ -336,6 +336,8 @@ def _warnings(sized: _Sized[InspectConfig]) -> list[str]:
         *_warnings_of_format(sized),
         *_warnings_of_llama_cpp(sized),
     ]
+    if sizes.split.active_fraction == 1:
+        sentences.append(ALL_RUN)
     if sizes.split.target == "ffn" and size % 64 > 0:
         sentences.append(
             f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "

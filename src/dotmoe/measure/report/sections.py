@@ -61,6 +61,10 @@ def _curve(run: RunResults, curve: Values) -> Blocks:
     ]
 
 
+_MOST_SAMPLES = 3
+"""Prompts of which the report shows the continuations."""
+
+
 def _generation(run: RunResults, result: Values) -> Blocks:
     sides = sides_of(run.named(result))
     temperature = result.get("temperature")
@@ -69,7 +73,12 @@ def _generation(run: RunResults, result: Values) -> Blocks:
     if penalty != 1.0:
         how += f", with repetition_penalty {penalty:g}"
     blocks: Blocks = [f"Each token of the continuations is {how}."]
-    for index, prompt in enumerate(result["model"]["prompts"][:3]):
+    prompts = result["model"]["prompts"]
+    if len(prompts) > _MOST_SAMPLES:
+        blocks.append(
+            f"The first {_MOST_SAMPLES} of {len(prompts)} prompts; generation.json has all."
+        )
+    for index, prompt in enumerate(prompts[:_MOST_SAMPLES]):
         texts = {side["name"]: side["texts"][index] for side in sides}
         blocks.append(Block("sample", prompt, texts))
     return blocks
@@ -176,13 +185,14 @@ def _wanted(run: RunResults) -> dict[str, tuple[str, list[str]]]:
     prompt = ["--generate", "64", "--prompts", "PROMPT"]
     evaluate = ["dotmoe", "evaluate", folder]
     beside = [*evaluate, "--against", dense]
+    bench = ["dotmoe", "bench", dense, folder, "--out", f"{folder}/6_evaluate/bench.json"]
     wanted = {
         "against": ("benchmark tasks, this model and the dense one", [*beside, "--tasks", "paper"]),
         "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
         "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
         "generation": ("what both write after a prompt", [*beside, *prompt, *out]),
         "analysis": ("load of the experts", ["dotmoe", "analyse", folder]),
-        "bench": ("speed, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
+        "bench": ("speed, MoE and dense", bench),
     }
     if not run.is_finetuned and targets_of(run.splits) == "ffn":  # heads are not trained further
         again = ["dotmoe", "finetune", folder, f"{folder}-finetuned"]
@@ -207,10 +217,7 @@ def _missing(run: RunResults, _: Values) -> Blocks:
         blocks.append(Block("warning", sentence))
     for name, (what, words) in _wanted(run).items():
         if name not in there:
-            line = shlex.join(words)
-            if name == "bench":
-                line += f" > {shlex.quote(f'{run.folder}/6_evaluate/bench.json')}"
-            blocks += [f"{what}:", Block("command", line)]
+            blocks += [f"{what}:", Block("command", shlex.join(words))]
     if not blocks:
         return []
     note = "Each command adds its result to the run; dotmoe report then updates this page. Replace "
