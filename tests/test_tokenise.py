@@ -12,7 +12,7 @@ from dotmoe.common.progress import Progress
 from dotmoe.text.config import DataConfig
 from dotmoe.text.packing import pack
 from dotmoe.text.sources import documents
-from dotmoe.text.tokenise import TokenisedText, require_sources, tokenise
+from dotmoe.text.tokenise import OTHER, TokenisedText, require_sources, tokenise, write_windows
 
 
 @pytest.fixture
@@ -141,3 +141,15 @@ def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, heldout_file
     made = tokenised(text, text_of_run=source)
     assert made.record["left_out_blocks"] >= 9
     assert any("left out" in line for line in made.lines)
+
+
+def test_another_text_that_is_training_text_is_said(dense, tmp_path, text):
+    """Oracle: the same file as both."""
+    data = DataConfig(data=(text,), seq_len=64)
+    progress = Progress(quiet=True)
+    write_windows((text,), data, dense, tmp_path / OTHER, 512, progress)
+    made = tokenise(
+        data, dense, tmp_path, blocks=40, eval_text=(), eval_tokens=256, progress=progress
+    )
+    (note,) = [note for note in made.notes if "other text is training text" in note]
+    assert note.startswith("100.00%")

@@ -58,28 +58,21 @@ __all__ = [
     "recipe",
 ]
 
-_FUNCTIONS = (
-    "bench",
-    "compare",
-    "convert",
-    "evaluate",
-    "export",
-    "finetune",
-    "inspect",
-    "prune",
-)
 _HOMES = {
-    "api.functions": _FUNCTIONS,
-    "api.results": ("Result",),
-    "run.config": ("FinetuneRunConfig", "RunConfig", "finetune_recipe", "recipe"),
-    "text.config": ("DataConfig",),
-    "common.errors": ("UserError",),
-    "method.config": ("FinetuneConfig",),
-    "method.layout": ("ExpertLayout",),
-    "models.config": ("LoadConfig",),
-    "pipeline.stages": ("Conversion",),
-    "training.config": ("TrainingConfig",),
+    "Conversion": "pipeline.stages",
+    "DataConfig": "text.config",
+    "ExpertLayout": "method.layout",
+    "FinetuneConfig": "method.config",
+    "FinetuneRunConfig": "run.config",
+    "LoadConfig": "models.config",
+    "Result": "api.results",
+    "RunConfig": "run.config",
+    "TrainingConfig": "training.config",
+    "UserError": "common.errors",
+    "finetune_recipe": "run.config",
+    "recipe": "run.config",
 }
+"""Modules of public names; all others are functions of `api.functions`."""
 
 # A function and a folder of modules are both named `export`. Python sets the attribute to the
 # folder when it first imports it, so this is done here, once, and undone.
@@ -89,9 +82,9 @@ del globals()["export"]
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, because PyTorch takes seconds to load."""
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"dotmoe.{home}"), name)
+    if name in __all__:
+        home = _HOMES.get(name, "api.functions")
+        return getattr(importlib.import_module(f"dotmoe.{home}"), name)
     raise AttributeError(f"module 'dotmoe' has no attribute {name!r}")
 
 

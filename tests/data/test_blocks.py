@@ -19,6 +19,7 @@ from dotmoe.text import blocks as data
 from dotmoe.text.blocks import (
     TokenBlocks,
     block_writer,
+    contained,
     overlap,
     split_off_tail,
     write_decontaminated,
@@ -253,3 +254,18 @@ def test_a_held_out_text_cut_otherwise_is_found_and_nothing_else(tmp_path):
     with pytest.raises(UserError, match="all 4 blocks of training text are part of the held-out"):
         decontaminated(text.view(4, 512), text.view(4, 512), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_ends_of_sequences_are_found_in_the_training_text(tmp_path):
+    """Oracle: a search at every place, over the ends of blocks too."""
+    draw = torch.Generator().manual_seed(0)
+    rows_BT = torch.randint(0, 50, (300, 40), generator=draw, dtype=torch.int32)
+    text = rows_BT.flatten().tolist()
+    there = [text[100:300], text[20:31], text[-70:], text[33:97]]
+    absent = [[*text[100:299], 51], [51, *text[20:30]], [*text[33:96], 51]]
+    found = contained(TokenBlocks(rows_BT), there + absent)
+    ends = [run[-64:] for run in there + absent]
+    assert found.tolist() == [
+        any(text[place : place + len(end)] == end for place in range(len(text))) for end in ends
+    ]
+    assert found.tolist() == [True] * 4 + [False] * 3

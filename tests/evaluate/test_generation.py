@@ -127,3 +127,9 @@ def test_a_result_of_another_model_is_not_overwritten(tiny_dense, command, tmp_p
     assert "is a result of" in said
     assert "another model" in said
     assert (out / "generation.json").read_text() == before
+
+
+@pytest.mark.parametrize("bad", ["a \udcff b", "a \0 b"])
+def test_a_prompt_that_is_no_text_is_refused(tiny_dense, command, bad):
+    said = command("evaluate", tiny_dense("llama"), generate=2, prompts=["one", bad]).refusal()
+    assert "prompt 2 of --prompts" in said

@@ -198,7 +198,7 @@ class Run:
                 heldout=how.heldout_answers,
                 seed=config.seed,
                 first_round=_ROUND_OF_FINETUNING if self.is_finetuning else 0,
-                is_told=how.answer_tokens is not None,
+                is_number_given=how.answer_tokens is not None,
                 progress=self.progress,
             )
             own.save(folder)

@@ -520,15 +520,15 @@ def own_answers(
     heldout: int,
     seed: int,
     first_round: int = 0,
-    is_told: bool = False,
+    is_number_given: bool = False,
     progress: Progress,
 ) -> OwnAnswers:
     """The answers of a run: about `tokens` to fit to, and `heldout` of each kind to measure on.
 
     A run whose data ask nothing fits to none. A base model writes text from nothing, and has none
-    to measure on. Another `first_round` draws other answers to fit to. `is_told` says that a user
-    named the number of `tokens`. Raises `UserError` if the data ask a model without chat template,
-    or have weights that nothing would follow.
+    to measure on. Another `first_round` draws other answers to fit to. `is_number_given` says that
+    a user named `tokens`. Raises `UserError` if the data ask a model without chat template, or have
+    weights that nothing would follow.
     """
     itself = SELF in data.data
     context = dense.widths.context
@@ -537,7 +537,7 @@ def own_answers(
     questions = questions_in(data, dense.tokenizer)
     if questions:
         require_chats(dense.tokenizer, data)
-    elif is_told and not itself:
+    elif is_number_given and not itself:
         progress.log("no row of the data asks: answer_tokens is not used")
     answering = Answering(dense, identity, seed, progress)
     if questions:

@@ -299,12 +299,31 @@ def _short_documents(text_T: Tensor, separator: int | None) -> Iterator[bytes]:
 def _overlap_of_runs(training: TokenBlocks, heldout: TokenBlocks) -> float:
     """Share of the held-out text's runs of `RUN_TOKENS` tokens that the training text contains."""
     run, every = _runs(training, heldout)
-    found = torch.zeros(len(every), dtype=torch.bool)
+    return int(_has_runs(training, every, run).sum()) / len(every)
+
+
+def contained(training: TokenBlocks, ends: Sequence[Sequence[int]]) -> Tensor:
+    """Whether the training text has the last tokens of each sequence in a row, bool [N].
+
+    These are `RUN_TOKENS` tokens, or the whole of a shorter sequence.
+    """
+    runs = [list(end[-RUN_TOKENS:]) for end in ends]
+    found = torch.zeros(len(runs), dtype=torch.bool)
+    for length in {len(run) for run in runs}:
+        places = [place for place, run in enumerate(runs) if len(run) == length]
+        hashes = _hashes(torch.tensor([runs[place] for place in places]), length)[:, 0]
+        found[places] = _has_runs(training, hashes, length)
+    return found
+
+
+def _has_runs(training: TokenBlocks, hashes: Tensor, run: int) -> Tensor:
+    """Whether the training text has runs of `run` tokens with these hashes, for each of them."""
+    found = torch.zeros(len(hashes), dtype=torch.bool)
     text = training.tokens_BT.view(1, -1)
     step = _BLOCKS_AT_ONCE * training.seq_len
     for start in range(0, training.num_tokens - run + 1, step):
-        found |= torch.isin(every, _hashes(text[:, start : start + step + run - 1], run))
-    return int(found.sum()) / len(every)
+        found |= torch.isin(hashes, _hashes(text[:, start : start + step + run - 1], run))
+    return found
 
 
 def _runs(training: TokenBlocks, heldout: TokenBlocks) -> tuple[int, Tensor]:

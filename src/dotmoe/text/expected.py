@@ -52,12 +52,12 @@ def expected_writing(
     counted, though it may hold fewer questions.
     """
     made = list[Writing]()
-    tokens_asked = how.answer_tokens or tokens
-    if is_chat and not answers.asks_by_name(data) and any(map(_begins_with_question, data.data)):
-        wanted = _in_portions(tokens_asked, QUESTION_TOKENS + ANSWER_TOKENS)
-        made.append(_answers("answers to fit to", wanted))
+    tokens = how.answer_tokens or tokens
     if answers.asks_by_name(data):
-        made += _chats(data, tokens_asked) if is_chat else [_from_nothing(tokens_asked)]
+        made += _chats(data, tokens) if is_chat else [_from_nothing(tokens)]
+    elif is_chat and any(map(_begins_with_question, data.data)):
+        wanted = _in_portions(tokens, QUESTION_TOKENS + ANSWER_TOKENS)
+        made.append(_answers("answers to fit to", wanted))
     if is_chat and how.heldout_answers:
         num_heldout = 2 * 2 * how.heldout_answers  # of two kinds, without and with a penalty
         made.append(_answers("held-out answers", num_heldout))

@@ -1,7 +1,6 @@
 """Stage tokenise: text -> training blocks and held-out blocks."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +20,13 @@ from dotmoe.text.answers import (
     num_answer_tokens,
     num_chat_tokens,
 )
-from dotmoe.text.blocks import TokenBlocks, overlap, split_off_tail, write_decontaminated
+from dotmoe.text.blocks import (
+    TokenBlocks,
+    contained,
+    overlap,
+    split_off_tail,
+    write_decontaminated,
+)
 from dotmoe.text.config import DataConfig
 from dotmoe.text.packing import Record, pack_sources, separator_id
 from dotmoe.text.sources import asks, documents, sources_of, text_of
@@ -33,9 +38,6 @@ OTHER = "other.safetensors"
 _READ_FOR_ONE = 8
 """Tokens read per token drawn from the text: the first documents alone may share one topic."""
 _BOILERPLATE = 0.01
-_END_OF_ANSWER = 64
-"""Tokens of the end of a chat by which an answer is found in a text: of a short one its question
-too."""
 _TEXT_NAMES = {"training": "training text", "heldout": "held-out text"}
 NO_ANSWERS = OwnAnswers()
 """Of a run that asks nothing."""
@@ -72,7 +74,10 @@ def notes_on(record: Record) -> tuple[str, ...]:
     for key, what in _TEXT_NAMES.items():
         if isinstance(packed := record.get(key), dict):
             notes += _shortfalls(packed, what)
-    trained = record.get("trained_answers", 0)  # not in older records
+    other = record.get("other_overlap", 0.0)  # nor this nor the next in older records
+    if other >= _BOILERPLATE:
+        notes.append(f"{other:.2%} of the other text is training text: results on it are no test")
+    trained = record.get("trained_answers", 0)
     if trained:
         notes.append(
             f"{trained} held-out answers are in the training text: results on them are no test"
@@ -162,9 +167,10 @@ def tokenise(
         record["training"] = _fitted(data, own, dense, folder / _TRAINING, tokens, progress)
     is_heldout_here = bool(eval_text) or (text_of_run is None and not own.fitted)
     if is_heldout_here:
-        record["overlap"] = _share_trained_on(folder, dense, text_of_run)
+        record["overlap"] = _share_trained_on(folder / _HELDOUT, folder, dense, text_of_run)
         heldout_name = _with_overlap(heldout_name, record["overlap"], progress)
     record["trained_answers"] = _trained_answers(own, dense.tokenizer, folder)
+    record["other_overlap"] = _share_trained_on(folder / OTHER, folder, dense, text_of_run)
     for note in notes_on(record):
         progress.log(note)
     write_json(folder / _RECORD, {**record, "heldout_name": heldout_name})
@@ -222,40 +228,40 @@ def _without_heldout(
 
 
 def _trained_answers(own: OwnAnswers, tokenizer: Any, folder: Path) -> int:
-    """Number of held-out answers whose last tokens stand in the training text."""
+    """Number of held-out answers whose end stands in the training text.
+
+    An answer is searched for by its ids as they were drawn, and as a text of its words has them.
+    """
     answers = (*own.alike, *own.others)
     if not answers:
         return 0
-    training = TokenBlocks.load(folder / _TRAINING).tokens_BT
-    text = training.to(torch.int32).numpy().tobytes()
-    found = 0
-    for answer in answers:
-        if any(_has_tokens(text, ids[-_END_OF_ANSWER:]) for ids in _forms_of(answer, tokenizer)):
-            found += 1
-    return found
+    training = TokenBlocks.load(folder / _TRAINING)
+    drawn = contained(training, [answer.ids for answer in answers])
+    read = contained(training, [_ids_in_text(answer, tokenizer) for answer in answers])
+    return int((drawn | read).sum())
 
 
-def _forms_of(answer: Answer, tokenizer: Any) -> Iterator[Sequence[int]]:
-    """Token ids of an answered chat: as they were drawn, and as a text has them."""
-    yield answer.ids
-    with suppress(UserError):  # then no text has it either
+def _ids_in_text(answer: Answer, tokenizer: Any) -> Sequence[int]:
+    """Token ids of an answered chat that is read as text."""
+    try:
         written = by_template(tokenizer, answer.messages, refusal="an answer has", remedy="")
-        yield tokenizer(written, add_special_tokens=False).input_ids
+    except UserError:  # no text has it either
+        return answer.ids
+    ids: list[int] = tokenizer(written, add_special_tokens=False).input_ids
+    return ids
 
 
-def _has_tokens(text: bytes, ids: Sequence[int]) -> bool:
-    """Whether int32 tokens contain these, in a row."""
-    wanted = torch.tensor(ids, dtype=torch.int32).numpy().tobytes()
-    place = text.find(wanted)
-    while place >= 0 and place % 4:
-        place = text.find(wanted, place + 1)
-    return place >= 0
+def _share_trained_on(
+    file: Path, folder: Path, dense: DenseModel, text_of_run: TokenisedText | None
+) -> float:
+    """Share of a text that is training text, also that of the run that is finetuned.
 
-
-def _share_trained_on(folder: Path, dense: DenseModel, text_of_run: TokenisedText | None) -> float:
-    """Share of held-out text that is training text, also that of the run that is finetuned."""
+    0 if there is no such text.
+    """
+    if not file.exists():
+        return 0.0
     separator = separator_id(dense.tokenizer)
-    heldout = TokenBlocks.load(folder / _HELDOUT)
+    heldout = TokenBlocks.load(file)
     share = overlap(TokenBlocks.load(folder / _TRAINING), heldout, separator)
     if text_of_run is None:
         return share

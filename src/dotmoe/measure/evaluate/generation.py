@@ -14,6 +14,7 @@ from dotmoe.common.tables import Table
 from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import StockModel, by_side, sides_of
 from dotmoe.models.chat import asked, end_tokens
+from dotmoe.text.rows import require_text
 
 _INDENT = "    "
 
@@ -21,8 +22,11 @@ _INDENT = "    "
 def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
     """For each model the `prompts`, and the `texts` that continue them.
 
-    Raises `UserError` if a prompt has no tokens, or a chat template is missing.
+    Raises `UserError` if a prompt has no tokens or is no Unicode text, or a chat template is
+    missing.
     """
+    for number, prompt in enumerate(config.prompts, start=1):
+        require_text(prompt, f"prompt {number} of --prompts")
 
     def measured(stock: StockModel, update: Update) -> Values:
         tokenizer = stock.tokenizer
