@@ -40,6 +40,30 @@ def test_without_a_terminal_lines_tell_speed_and_time_left(clock, capsys):
     assert lines[-1] == "align: 100 of 100, 32 tokens/s, kl 1"
 
 
+def test_what_is_done_at_once_after_a_long_time_is_not_fast(clock, capsys):
+    """Documents are tokenised many at a time, and then counted one by one."""
+    with Progress().bar("tokenise", tokens=1) as update:
+        update(0, 1000)
+        for batch in range(10):
+            clock.now += 20
+            for piece in range(10):
+                update(100 * batch + 10 * (piece + 1), 1000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "tokenise: 1,000 of 1,000, 5 tokens/s"
+
+
+def test_a_new_count_has_its_own_time(clock, capsys):
+    with Progress().bar("evaluate", tokens=10) as update:
+        for seconds in (1, 4):
+            for step in range(5):
+                update(step, 4)
+                clock.now += seconds
+    assert [line for line in capsys.readouterr().err.splitlines() if "4 of 4" in line] == [
+        "evaluate: 4 of 4, 10 tokens/s",
+        "evaluate: 4 of 4, 2 tokens/s",
+    ]
+
+
 def test_a_notebook_shows_one_bar_that_moves(clock, monkeypatch):
     shown = []
     display = SimpleNamespace(update=shown.append)

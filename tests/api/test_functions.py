@@ -276,6 +276,8 @@ def test_a_run_of_what_is_in_memory_may_be_moved(loaded_model, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "elsewhere")
     dotmoe.export(tmp_path / "moved", tmp_path / "again", active_experts=1)
     assert (tmp_path / "again/config.json").is_file()
+    moved = dotmoe.convert(out=tmp_path / "moved", data=iter([TEXT]), **loaded_model, **OPTIONS)
+    assert moved.export.is_relative_to(tmp_path / "moved"), "the same call goes on there"
 
 
 @pytest.mark.parametrize(

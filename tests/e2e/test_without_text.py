@@ -133,6 +133,17 @@ def test_rows_that_ask_are_answered_and_text_beside_them_has_half(speaker, tmp_p
     assert sum(each["tokens"] for each in texts) == pytest.approx(own["tokens"], rel=0.1)
 
 
+def test_text_too_short_for_a_block_does_not_end_a_run_that_has_answers(speaker, tmp_path):
+    asking = asking_of(tmp_path)
+    with asking.open("a") as file:
+        file.write(json.dumps({"text": "One row that does not ask."}) + "\n")
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS | {"data": asking}).made()
+    (note,) = run.results()["text_notes"]
+    assert "tokens of text beside own answers are left out, too few for a block of 64" in note
+    (source,) = read_json(run.folder / "0_data/data.json")["training"]["sources"]
+    assert source["name"] == "own answers"
+
+
 def asking_of(tmp_path, word="What", number=40, words=1):
     """A file of rows that ask."""
     file = tmp_path / "asking.jsonl"
@@ -165,9 +176,9 @@ def test_the_fit_reads_what_it_asks_for_beside_the_text_that_is_measured_on(spea
 
 def test_answers_to_questions_that_were_changed_are_not_kept(speaker, tmp_path, command):
     asking, text = asking_of(tmp_path, "Old"), tmp_path / "text.txt"
-    text.write_text("too short")
+    text.write_bytes(b"no text \xff")
     run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS | {"data": [asking, text]})
-    assert "too few for a block" in command(*run.command()).refusal()
+    assert "UTF-8" in command(*run.command()).refusal()
     asking_of(tmp_path, "New")
     text.write_text("long enough now. " * 400)
     assert command(*run.command()).status == 0

@@ -57,9 +57,20 @@ def test_text_that_has_changed_since_the_run_read_it_is_refused(finished, comman
     """A finetuning without --data reads what its run read."""
     run = finished.copied_to(tmp_path / "run").folder
     recorded = read_json(run / "manifest.json")["inputs"]
-    put_into(run / "manifest.json", inputs=recorded | {"text": "0" * 64})
+    put_into(run / "manifest.json", inputs=recorded | {"text 1": "0" * 64})
     line = command("finetune", run, tmp_path / "out", **TINY_FINETUNE).refusal()
     assert "has changed since the run read it. Restore it, or name the text" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_finetuned_from_elsewhere_says_where_its_text_is(finished, command, tmp_path):
+    run = finished.copied_to(tmp_path / "run").folder
+    config = read_json(run / "manifest.json")["config"]
+    config["data"]["data"] = ["texts/mine.txt"]
+    put_into(run / "manifest.json", config=config)
+    line = command("finetune", run, tmp_path / "out", **TINY_FINETUNE).refusal()
+    assert f"the text of {run} cannot be read again from {Path.cwd()}: texts/mine.txt does" in line
+    assert "--data" in line
     assert not (tmp_path / "out").exists()
 
 

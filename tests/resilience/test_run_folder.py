@@ -125,7 +125,28 @@ def test_text_that_changed_since_is_refused(finished, command, tmp_path):
     text.unlink()
     (copied.folder / "6_evaluate/results.json").unlink()
     done = command(*copied.command())
-    assert (done.status, "files of the text are gone" in done.err) == (0, True)
+    assert (done.status, "text of the run is gone" in done.err) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["texts", "mine/texts", "mine.txt"])
+def test_text_that_is_gone_is_not_missed_by_what_is_tokenised(
+    finished, command, tmp_path, monkeypatch, name
+):
+    """A folder of a name that a data set of the hub might have, too, and a file."""
+    monkeypatch.chdir(tmp_path)
+    text = Path(name) if name.endswith(".txt") else Path(name) / "mine.txt"
+    text.parent.mkdir(parents=True, exist_ok=True)
+    text.write_text(Path(finished.options["data"]).read_text())
+    made = finished.at(tmp_path / "run", data=name).made()
+    text.unlink()
+    if name == "texts":
+        text.parent.rmdir()
+    elif name == "mine/texts":
+        shutil.rmtree("mine")
+    shutil.rmtree(made.folder / "5_export")
+    done = command(*made.command())
+    assert (done.status, "text of the run is gone" in done.err) == (0, True)
+    assert made.tensors() == finished.tensors()
 
 
 def test_text_may_be_mended_until_it_is_tokenised(finished, command, tmp_path, monkeypatch):
@@ -180,14 +201,14 @@ def test_inputs_are_compared_and_kept_by_name(finished, tmp_path):
     folder, config = RunFolder(finished.copied_to(tmp_path / "run").folder), config_of(finished)
     recorded = {"model": "of its files"}
     put_into(folder.path / "manifest.json", inputs=recorded)
-    folder.begin(config, folder.model, None, {"text": "of one file"})
+    folder.begin(config, folder.model, None, {"text 2": "of one file"})
     folder.begin(config, folder.model, None, recorded)  # its text cannot be read any more
-    assert RunFolder(folder.path).manifest["inputs"] == recorded | {"text": "of one file"}
+    assert RunFolder(folder.path).manifest["inputs"] == recorded | {"text 2": "of one file"}
     folder.require_inputs({})
-    folder.require_inputs({"text": "of one file"})
-    line = refusal(folder.begin, config, folder.model, None, {"text": "of another"})
+    folder.require_inputs({"text 2": "of one file"})
+    line = refusal(folder.begin, config, folder.model, None, {"text 2": "of another"})
     assert "was started with other text of that name: its files have changed since" in line
-    assert RunFolder(folder.path).manifest["inputs"]["text"] == "of one file"
+    assert RunFolder(folder.path).manifest["inputs"]["text 2"] == "of one file"
 
 
 def test_experts_are_known_by_their_tensors_alone(finished, tmp_path):

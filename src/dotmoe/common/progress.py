@@ -79,11 +79,38 @@ def _columns() -> list[progress.ProgressColumn]:
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
-        progress.TextColumn("passed,"),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("left"),
+        progress.TextColumn("passed"),
         progress.TextColumn("{task.fields[note]}", markup=False),
     ]
+
+
+class _Pace:
+    """How fast a count goes, from its first update on: what was done before took other time."""
+
+    def __init__(self, done: int) -> None:
+        self.done = done
+        self._first = done
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first update."""
+        return time.monotonic() - self._started
+
+    def rate(self, tokens: int) -> str:
+        """Tokens per second, of so many for each item; empty before anything is counted."""
+        counted = self.done - self._first
+        if not tokens or not counted or not self.seconds:
+            return ""
+        return f"{tokens * counted / self.seconds:,.0f} tokens/s"
+
+    def left(self, total: int) -> str:
+        """The time that the rest of `total` takes; empty before anything is counted."""
+        counted = self.done - self._first
+        if not counted or self.done >= total:
+            return ""
+        seconds = self.seconds * (total - self.done) / counted
+        return f"{timedelta(seconds=math.ceil(seconds))} left"
 
 
 class Progress:
@@ -114,31 +141,27 @@ class Progress:
             console=self.console,
             disable=not is_shown,
             get_time=time.monotonic,
-            speed_estimate_period=math.inf,
         ) as bars:
             number = bars.add_task(title, total=None, note="")
-            (task,) = bars.tasks
+            pace: _Pace | None = None
 
             def update(done: int, total: int, note: str = "") -> None:
-                nonlocal next_line
+                nonlocal next_line, pace
                 raise_pending()
-                if done < task.completed:  # a new count begins, such as that of the next model
+                if pace is None or done < pace.done:  # such as the count of the next model
+                    pace = _Pace(done)
                     bars.reset(number)
                     next_line = -math.inf
-                bars.update(number, completed=done, total=total)
-                speed = task.speed
-                rate = f"{tokens * speed:,.0f} tokens/s" if tokens and speed else ""
-                bars.update(number, note=f"{rate} {note}".strip())
-                left = task.time_remaining
-                words = f"{timedelta(seconds=left)} left" if left else ""
-                parts = [rate, words, note]
+                pace.done = done
+                parts = [pace.rate(tokens), pace.left(total), note]
+                words = ", ".join(filter(None, parts))
+                bars.update(number, completed=done, total=total, note=words)
                 if cell:
-                    cell.show(done, total, ", ".join(filter(None, parts)))
+                    cell.show(done, total, words)
                     return
                 if is_shown or (time.monotonic() < next_line and done < total):
                     return
-                elapsed = task.elapsed or 0.0
-                next_line = time.monotonic() + min(300.0, max(10.0, elapsed / 10))
-                self.log(", ".join(filter(None, [f"{title}: {done:,} of {total:,}", *parts])))
+                next_line = time.monotonic() + min(300.0, max(10.0, pace.seconds / 10))
+                self.log(", ".join(filter(None, [f"{title}: {done:,} of {total:,}", words])))
 
             yield update

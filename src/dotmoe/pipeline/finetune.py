@@ -35,7 +35,8 @@ from dotmoe.pipeline.stages import Conversion, Run, fitting_the_device
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS
-from dotmoe.text.sources import fingerprint_of
+from dotmoe.text.sources import fingerprints_of
+from dotmoe.text.tokenise import require_sources
 
 
 def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
@@ -108,8 +109,17 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
 def _require_same_text(source: FinishedRun) -> None:
     """Refuse files of the run's text that have other contents than those that the run read."""
     config: Any = source.config
-    found = fingerprint_of((*config.data.data, *config.eval_text, *config.other_text))
-    if found not in (None, source.folder.manifest["inputs"].get("text")):
+    texts = (*config.eval_text, *config.other_text)
+    try:
+        require_sources(config.data, texts)
+    except UserError as error:
+        raise UserError(
+            f"the text of {source.folder.path} cannot be read again from {Path.cwd()}: {error} Or "
+            "name the text to finetune on: --data."
+        ) from error
+    found = fingerprints_of((*config.data.data, *texts))
+    recorded = source.folder.manifest["inputs"]
+    if any(recorded.get(name) != sha for name, sha in found.items()):
         raise UserError(
             f"the text of {source.folder.path} ({', '.join(config.data.data)}) has changed since "
             "the run read it. Restore it, or name the text to finetune on: --data."

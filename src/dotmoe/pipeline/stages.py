@@ -57,7 +57,7 @@ from dotmoe.run.folder import RESULTS, RunFolder, provenance
 from dotmoe.text.answers import OwnAnswers, asks_by_name, own_answers
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import AnswersConfig
-from dotmoe.text.sources import SELF, fingerprint_of
+from dotmoe.text.sources import SELF, fingerprints_of
 from dotmoe.text.tokenise import (
     NO_ANSWERS,
     OTHER,
@@ -158,11 +158,7 @@ class Run:
                 self._require_asked(dense)
                 model, revision = config.model, dense.revision
                 inputs = {"model": fingerprint(dense.folder)}
-            text = fingerprint_of((*self.converted.data.data, *texts))
-            if text is None:
-                self.progress.log("files of the text are gone: the tokens of the run are used")
-            else:
-                inputs = {**inputs, "text": text}
+            inputs |= fingerprints_of((*self.converted.data.data, *texts))
             if is_done:
                 folder.require_inputs(inputs)
             else:

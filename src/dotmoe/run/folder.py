@@ -225,16 +225,18 @@ class RunFolder:
         """Record the config and inputs of the run, or refuse inputs other than the recorded ones.
 
         `model` is the user's name for the dense model, `revision` its commit on the hub; `inputs`
-        are fingerprints by name: of the `model`, of its `text`, of the `experts` to finetune. One
-        that is left out stays as it is recorded.
+        are fingerprints by name: of the `model`, of each `text 1`, `text 2`, of the `experts` to
+        finetune. One that is left out, such as of text that is gone, stays as it is recorded.
         """
         stages = {}
         if self.exists:
             self.require_inputs(inputs)
             stages, recorded = self.manifest["stages"], self.manifest["inputs"]
-            if inputs.get("text", recorded.get("text")) != recorded.get("text"):
-                stages = {name: made for name, made in stages.items() if name != "answers"}
+            if any(_is_text(name) and name not in inputs for name in recorded):
+                self._log("text of the run is gone: the tokens that the run has of it are used")
             inputs = {**recorded, **inputs}
+            if any(_is_text(name) and sha != recorded.get(name) for name, sha in inputs.items()):
+                stages = {name: made for name, made in stages.items() if name != "answers"}
         values = values_of(config)
         about = {"format": 1, COMMAND: config.command, "model": model}
         about["revision"] = revision
@@ -248,10 +250,11 @@ class RunFolder:
         questions.
         """
         recorded = self.manifest["inputs"]
-        for name, said in _CHANGED.items():
-            if name == "text" and "data" not in self.manifest["stages"]:
+        for name, sha in inputs.items():
+            if _is_text(name) and "data" not in self.manifest["stages"]:
                 continue
-            if name in inputs and inputs[name] != recorded.get(name, inputs[name]):
+            if sha != recorded.get(name, sha):
+                said = _CHANGED["text" if _is_text(name) else name]
                 raise UserError(f"{self.path} was started {said}, or choose another folder.")
 
     def run_stage(
@@ -370,6 +373,11 @@ def export_folder(path: Path) -> Path:
     """The model folder for a path: of a run folder its export or pruned model, else the path."""
     of_a_run = path / STAGES["export"], path / STAGES["prune"] / "model"
     return next((folder for folder in of_a_run if _is_filled(folder)), path)
+
+
+def _is_text(name: str) -> bool:
+    """Whether an input of a run is one of its texts, by its name in the manifest."""
+    return name.startswith("text ")
 
 
 def _is_filled(path: Path) -> bool:

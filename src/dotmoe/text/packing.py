@@ -73,12 +73,14 @@ def pack_sources(
     Reads at most `max_tokens` tokens, in constant memory. A stopped process's tokens are kept, if
     no file has changed: the text before them is read again, but not tokenised. Returns a record of
     the text and of each source. Raises `UserError` if the text or `max_tokens` is shorter than one
-    block, or a source cannot be used. With `answered`, rows that ask are left out.
+    block, or a source cannot be used. With `answered`, the text stands beside own answers: rows
+    that ask are left out, and a text too short for a block gives none.
     """
     records = [source_record(source, weight) for source, weight in sources_of(config)]
     files = [file for one in records for file in local_files(one["name"])]
     changed = [(str(file), file.stat().st_mtime_ns) for file in files]
     job = {"data": asdict(config), "max_tokens": max_tokens, "files": changed}
+    on_progress(0, max_tokens)  # the time of the first documents counts
     with block_writer(path, config.seq_len, job) as writer:
         records = writer.state.get("sources", records)
         last = records[writer.state["last"]] if writer.state else None
@@ -95,8 +97,7 @@ def pack_sources(
                 break
             last_number = next(number for number, one in enumerate(records) if one is record)
             writer.keep({"sources": records, "last": last_number})
-        is_only_asking = answered and not writer.num_tokens
-        if not is_only_asking:
+        if not answered:
             _require_a_block(config, writer.num_tokens, max_tokens)
     for record in records:
         record["share"] = record["tokens"] / max(1, writer.num_tokens)

@@ -160,31 +160,31 @@ def local_files(source: str) -> list[Path]:
     return data.files or files_below(path)
 
 
-def fingerprint_of(sources: Iterable[str]) -> str | None:
-    """SHA-256 that identifies what local sources hold; None if the files of one are gone.
+def fingerprints_of(sources: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of what each local source holds, by its number: `text 1`, `text 2`.
 
-    A file of over `_LARGE_BYTES` counts by its size and time of change, `python-stdlib` by the
-    version of Python, and a data set of the hub by its name alone.
+    Where a source lies does not matter. One that is not here, because it is of the hub or gone,
+    and one that asks have none. A file of over `_LARGE_BYTES` counts by its size and time of
+    change, `python-stdlib` by the version of Python.
     """
-    lines = list[str]()
-    for source in sources:
-        name, _, _ = _split_name(source)
-        path = expanded(name)
-        lines.append(source)
-        if asks(source):
-            continue
-        if name in (STDLIB, STDLIB_HELDOUT):
-            lines.append(platform.python_version())
-            continue
-        try:
-            files = local_files(source)
-            if not files:
-                _require_hub_name(name, path)
-        except UserError:
-            return None
-        for file in files:
-            inside = file.relative_to(path).as_posix()
-            lines.append(f"{inside} {_content_of(file)}")
+    found = {f"text {number}": _fingerprint_of(each) for number, each in enumerate(sources, 1)}
+    return {name: sha for name, sha in found.items() if sha is not None}
+
+
+def _fingerprint_of(source: str) -> str | None:
+    name, _, _ = _split_name(source)
+    if asks(source):
+        return None
+    if name in (STDLIB, STDLIB_HELDOUT):
+        return sha256(platform.python_version().encode()).hexdigest()
+    try:
+        files = local_files(source)
+    except UserError:  # such as a folder without its files
+        return None
+    if not files:
+        return None
+    root = expanded(name)
+    lines = [f"{file.relative_to(root).as_posix()} {_content_of(file)}" for file in files]
     return sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -91,6 +91,11 @@ def _shortfalls(packed: Record, what: str) -> list[str]:
     tokens, asked = packed["tokens"], packed.get("asked", 0)  # not in older records
     if tokens < asked:
         notes.append(f"{what}: {tokens:,} of {asked:,} tokens asked, because the data end there")
+    if short := packed.get("too_short"):
+        notes.append(
+            f"{what}: {short:,} tokens of text beside own answers are left out, too few for a "
+            f"block of {packed['seq_len']:,}"
+        )
     for source in packed["sources"]:
         if source["weight"] and source["ran_out"]:
             given, wanted = f"{source['share']:.1%}", f"{source['weight']:.1%}"
@@ -329,14 +334,16 @@ def _fitted(
     wanted = text_beside(data, chats.num_tokens)
     packed = _packed(text, dense, of_text, wanted, progress, answered=True)
     texts = TokenBlocks.load(of_text)
-    both = _spread(chats, texts) if texts.num_blocks else chats  # the rows may all ask
-    both.save(path)
     of_text.unlink()
+    if not texts.num_blocks:  # the rows may all ask
+        chats.save(path)
+        return {**record, "too_short": packed["tokens"]}
+    _spread(chats, texts).save(path)
     total = chats.num_tokens + texts.num_tokens
     sources = record["sources"] + packed["sources"]
     for source in sources:
         source["share"] = source["tokens"] / total
-    asked = record.get("asked", chats.num_tokens) + (wanted if texts.num_blocks else 0)
+    asked = record.get("asked", chats.num_tokens) + wanted
     return {**packed, "tokens": total, "asked": asked, "sources": sources}
 
 
