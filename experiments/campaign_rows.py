@@ -203,7 +203,8 @@ class Plan:
 
     def align_by_paper(self, share: float, **options: Any) -> Options:
         """Options of a conversion by the paper's recipe: no shared expert, no start from data."""
-        size = {name: self.model.split[name] for name in ("expert_size",) if self.model.split}
+        split = self.model.split
+        size = {"expert_size": split["expert_size"]} if "expert_size" in split else {}
         how = self.amounts
         own = {
             "recipe": "paper",

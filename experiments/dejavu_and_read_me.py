@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.files import write_json
 from dotmoe.common.options import ARGUMENT
-from dotmoe.measure.evaluate.difference import difference
+from dotmoe.measure.evaluate.difference import difference, nats_with_error
 from dotmoe.measure.evaluate.perplexity import heldout_perplexity
 from dotmoe.method.calibrate import RidgeRouter, block_inputs, calibrate, contributions, routed_sums
 from dotmoe.method.granularity import Granularity
@@ -264,7 +264,7 @@ def main() -> None:
             result = heldout_perplexity(dense.model, dense.tokenizer, heldout)
         above, stderr = difference(result, rows.get("dense", result))
         rows[row] = result | {"nats_above_dense": above, "stderr": stderr, **about}
-        print(f"{row}: {above:.3f} ± {stderr:.3f} {about}", flush=True)
+        print(f"{row}: {nats_with_error(above, stderr, '.3f')} {about}", flush=True)
     record = {
         "origin": "measured",
         "rows": rows,

@@ -29,6 +29,7 @@ from dotmoe.common.options import (
     identity,
     values_of,
 )
+from dotmoe.measure.config import EvaluateConfig, TextConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +101,20 @@ def test_a_config_made_in_python_may_hold_paths_but_no_empty_text():
     assert checked(Outer(out=Path("a/b"), names=[Path("c")])) == Outer(out="a/b", names=("c",))
     with pytest.raises(UserError, match="the config lacks out"):
         checked(Outer(out=""))
+
+
+@pytest.mark.parametrize("name", ["MODEL.GGUF", "model.gguf", "folder"])
+def test_a_gguf_file_is_known_by_its_name_in_any_case(name, tmp_path):
+    file = tmp_path / name
+    if name == "folder":
+        file = tmp_path / "folder/Model-Q4_0.GGUF"
+        file.parent.mkdir()
+    file.write_bytes(b"")
+    text = TextConfig(text=("x.txt",))
+    given = EvaluateConfig(model=str(tmp_path / name), corpus=text, tokenizer="org/model")
+    assert checked(given) == given
+    with pytest.raises(UserError, match="no model is a GGUF file"):
+        checked(replace(given, model=str(tmp_path / "other")))
 
 
 def test_the_identity_leaves_out_how():

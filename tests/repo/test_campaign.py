@@ -223,6 +223,14 @@ def test_a_tree_without_a_commit_is_refused(commit, subject, monkeypatch):
         campaign.require_clean_commit(allowed)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_a_trial(name, subject):
+    """`--tiny`, for one whose split names the size of its experts and for one whose split does
+    not."""
+    tried = campaign.Campaign(replace(subject, name=name))
+    assert "repaired-50" in [row.name for row in tried.all_rows]
+
+
 def test_the_idlest_experts_are_those_of_least_energy(tiny_dense, layout_of):
     """Energy by its definition: each token's terms, over the tokens that run the expert."""
     dense = load_dense(str(tiny_dense("llama")), LoadConfig(dtype="float32"))

@@ -30,7 +30,7 @@ from dotmoe.export.llama_cpp import LlamaCppRuntime
 from dotmoe.export.record import require_checksums
 from dotmoe.measure.config import BenchConfig, in_context
 from dotmoe.measure.evaluate.models import gguf_file, loaded, model_folder
-from dotmoe.models.config import LoadConfig
+from dotmoe.models.config import LoadConfig, is_gguf
 from dotmoe.models.hooks import cached
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.run.folder import provenance
@@ -58,7 +58,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     is no such model or device, or no llama.cpp; if the context is too long, or memory too small.
     """
     config = _with_gguf_files(checked(config))
-    in_gguf = _is_gguf(config.moe)
+    in_gguf = is_gguf(Path(config.moe))
     threads = config.threads or torch.get_num_threads()
     device = "cpu" if in_gguf else str(resolved_device(config.load.device))
     _require_clock(config, threads, device)
@@ -100,14 +100,10 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     }
 
 
-def _is_gguf(name: str) -> bool:
-    return name.lower().endswith(".gguf")
-
-
 def _with_gguf_files(config: BenchConfig) -> BenchConfig:
     """The options, with the GGUF file in place of its folder; both models must run alike."""
     dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
-    if _is_gguf(moe) and not _is_gguf(dense):
+    if is_gguf(Path(moe)) and not is_gguf(Path(dense)):
         raise UserError(
             f"{moe} is a GGUF file and {dense} is not, but both must run in the same "
             "software. Give two GGUF files or two checkpoints."

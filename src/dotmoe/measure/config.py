@@ -9,7 +9,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
 from dotmoe.common.options import ARGUMENT, HOW, Need, Shown, at_least
 from dotmoe.method.config import Train
-from dotmoe.models.config import LoadConfig
+from dotmoe.models.config import LoadConfig, is_gguf
 from dotmoe.run import needs as tables
 from dotmoe.run.config import RunConfig
 
@@ -29,7 +29,7 @@ def in_context(
 def _has_gguf(name: str) -> bool:
     """Whether a model is a GGUF file, or a folder with one."""
     path = Path(os.path.expanduser(name))  # a user's home may be unknown
-    return path.suffix == ".gguf" or any(path.glob("*.gguf"))
+    return is_gguf(path) or any(map(is_gguf, path.glob("*")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import Values, read_json
+from dotmoe.models.config import is_gguf
 from dotmoe.models.family import DenseModel, TensorPart
 
 ADAPTER = "adapter_config.json"
-GGUF = ".gguf"
 CHANGED = "weights.safetensors"
 """File with the tensors that a repair has changed in one layer."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -220,11 +220,6 @@ def require_layers(values: Values, path: Path) -> None:
 def _gguf_files(folder: Path) -> list[str]:
     """Names of the GGUF files in a folder."""
     return sorted(each.name for each in folder.glob("*") if is_gguf(each))
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path has the name of a GGUF file; the file need not exist."""
-    return path.suffix.lower() == GGUF
 
 
 def require_checkpoint(folder: Path) -> None:

@@ -1,11 +1,19 @@
 """Options of loading a dense model."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from dotmoe.common.options import HOW, Shown
 
+GGUF = ".gguf"
+
 Sharding = Literal["auto", "replicate", "shard"]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path has the name of a GGUF file; the file need not exist."""
+    return path.suffix.lower() == GGUF
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

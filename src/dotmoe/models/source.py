@@ -9,7 +9,8 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
 from dotmoe.common.errors import UserError, nearest_beside, one_line
 from dotmoe.common.files import expanded
-from dotmoe.models.checkpoint import ADAPTER, GGUF, is_gguf, require_checkpoint
+from dotmoe.models.checkpoint import ADAPTER, require_checkpoint
+from dotmoe.models.config import GGUF, is_gguf
 
 EMBEDDED = "embedded"
 """Name of the checkpoint that is part of the package."""

@@ -168,8 +168,7 @@ class RunFolder:
         damage = damage_in(folder, {file: recorded[file] for file in only or recorded})
         if damage is not None:
             raise UserError(
-                f"{damage}. Delete {self._result_of(name)} and repeat the dotmoe "
-                f"{self.manifest[COMMAND]} that made it."
+                f"{damage}. Delete {self._result_of(name)} and repeat the command that made it."
             )
         return folder
 

@@ -163,17 +163,17 @@ FINETUNE = (
 """Of `dotmoe finetune`."""
 
 
-def _is_gguf(run: Any) -> bool:
+def _exports_gguf(run: Any) -> bool:
     return run.export.format in GGUF_NAMES
 
 
 _NOT_OF_THIS_FORMAT = "{option} does not apply to format {config.export.format}. Name another one"
 EXPORT = (
-    Need(("gguf_type", "gguf_tokenizer"), "--format gguf", _is_gguf, _NOT_OF_THIS_FORMAT),
+    Need(("gguf_type", "gguf_tokenizer"), "--format gguf", _exports_gguf, _NOT_OF_THIS_FORMAT),
     Need(
         ("export_dtype", "max_shard_gib"),
         "a --format other than gguf",
-        lambda run: not _is_gguf(run),
+        lambda run: not _exports_gguf(run),
         _NOT_OF_THIS_FORMAT,
     ),
     Need(

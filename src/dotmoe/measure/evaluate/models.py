@@ -16,8 +16,8 @@ from dotmoe.common.files import Values, expanded
 from dotmoe.common.progress import Progress, Update
 from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
 from dotmoe.measure.config import EvaluateConfig
-from dotmoe.models.checkpoint import dtype_name, is_gguf
-from dotmoe.models.config import LoadConfig
+from dotmoe.models.checkpoint import dtype_name
+from dotmoe.models.config import LoadConfig, is_gguf
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import config_of, load_weights, require_loadable, resolved_dtype
 from dotmoe.models.scoring import hidden_states, nats_of

@@ -36,7 +36,8 @@ from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import to_record
 from dotmoe.models.chat import states_chats
-from dotmoe.models.checkpoint import Tensors, dtype_name, is_gguf, require_checkpoint
+from dotmoe.models.checkpoint import Tensors, dtype_name, require_checkpoint
+from dotmoe.models.config import is_gguf
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.load import dense_config, resolved_dtype
 from dotmoe.run.config import RunConfig

@@ -13,6 +13,7 @@ from dotmoe.common.options import values_of
 from dotmoe.export.record import ExportRecord
 from dotmoe.measure.evaluate.tasks import of_model
 from dotmoe.method.granularity import from_record
+from dotmoe.models.config import is_gguf
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.run.config import PAPER
 from dotmoe.run.folder import RunFolder
@@ -201,10 +202,13 @@ def _title_of(model: str) -> str:
     """
     if snapshot := re.search(r"models--([^/]+?)--([^/]+)/snapshots/", model):
         return "/".join(snapshot.groups())
+    path = Path(model)
+    if is_gguf(path):
+        return path.stem
     is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith(".")
-    if is_hub_name and not model.endswith(".gguf") and not Path(model).exists():
+    if is_hub_name and not path.exists():
         return model
-    return Path(model).name.removesuffix(".gguf") or model
+    return path.name or model
 
 
 def _of_others(
