@@ -131,7 +131,7 @@ def command(*words: object) -> int:
 def figures(run: Path) -> dict[str, Any]:
     """Perplexities of a finished run, the check of its export, and the seconds of its stages."""
     folder = RunFolder(run)
-    results = read_json(folder.stage("evaluate") / RESULTS)
+    results = read_json(folder.path_of("evaluate") / RESULTS)
     rows = {name: row for name, row in results.items() if isinstance(row, dict)}
     return {
         "perplexity": {n: row["perplexity"] for n, row in rows.items() if "perplexity" in row},
@@ -144,7 +144,7 @@ def figures(run: Path) -> dict[str, Any]:
 
 def loss_curve(run: Path, stage: str = "finetune") -> dict[str, Any]:
     """Loss and seconds of each step of a training, finished or not; empty if there is none."""
-    file = RunFolder(run).stage(stage) / "metrics.jsonl"
+    file = RunFolder(run).path_of(stage) / "metrics.jsonl"
     if not file.exists():
         return {}
     steps = [json.loads(line) for line in file.read_text().splitlines()]

@@ -222,7 +222,9 @@ class Campaign:
         files = self.folder.glob(f"measures/*/{measure.name}.json")
         taken = [read_json(file)["seconds"] for file in files if file.parent.name != "dense"]
         is_dense_alone = measure.name == "answers" and row.by == "nothing"
-        return 0.0 if is_dense_alone else measured_hours(taken) or hours.measure(measure.name)
+        if is_dense_alone:
+            return 0.0
+        return measured_hours(taken) or hours.measure(measure.name)
 
     def said_of_missing(self) -> list[str]:
         """Measures that cannot be made here, a sentence for each reason."""
@@ -342,16 +344,18 @@ class Campaign:
 
     # --- results ------------------------------------------------------------------------------
 
+    def _records_of(self, row: Row) -> dict[str, Values]:
+        """The finished measures of a row, by name."""
+        records = dict[str, Values]()
+        for name, measure in MEASURES.items():
+            record = self.found(row, measure)
+            if record is not None:
+                records[name] = record
+        return records
+
     def collected(self, expected: Expected) -> Values:
         """Every row with every measure that is finished, and why another is not."""
-        found = {
-            row.name: {
-                name: record
-                for name, measure in MEASURES.items()
-                if (record := self.found(row, measure)) is not None
-            }
-            for row in self.all_rows
-        }
+        found = {row.name: self._records_of(row) for row in self.all_rows}
         records = [record for of_row in found.values() for record in of_row.values()]
         return {
             "origin": "measured",

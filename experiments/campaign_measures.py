@@ -88,7 +88,7 @@ class Subject:
         """What the run measured of itself; empty if no run made the row."""
         if self.run is None:
             return {}
-        return read_json(self.run.stage("evaluate") / RESULTS)
+        return read_json(self.run.path_of("evaluate") / RESULTS)
 
     @property
     def dense(self) -> DenseModel:

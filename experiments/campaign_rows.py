@@ -257,12 +257,72 @@ def rows_of(plan: Plan) -> list[Row]:
 
 def _at(share: float, plan: Plan) -> Iterator[Row]:
     """The rows at one share of the FFN."""
+    yield from _ours_beside_static(share, plan)
+    yield from _cmoe(share, plan)
+    yield from _papers(share, plan)
+    yield _named(
+        share,
+        name="without-idle",
+        what="dotmoe, repaired, a tenth of the experts dropped",
+        by="drop_idle",
+        options={"share": IDLE_SHARE},
+        of="repaired",
+        beside="repaired",
+    )
+
+
+def _named(share: float, *, name: str, of: str = "", beside: str = "", **more: Any) -> Row:
+    """A row of a share; its name, and those of the rows that it is made of or beside, end in it."""
     at = percent(share)
+    return Row(
+        name=f"{name}-{at}",
+        share=share,
+        of=f"{of}-{at}" if of else None,
+        beside=f"{beside}-{at}" if beside else None,
+        **more,
+    )
 
-    def row(name: str, what: str, by: By, options: Options, **more: Any) -> Row:
-        return Row(name=f"{name}-{at}", what=what, by=by, options=options, share=share, **more)
 
-    static = {"method": "static_pruning"}
+def _ours_beside_static(share: float, plan: Plan) -> Iterator[Row]:
+    """Rows of dotmoe, and beside them static pruning with the same text, repair and finetuning."""
+    yield _named(
+        share,
+        name="frozen",
+        what="dotmoe, frozen",
+        by="convert",
+        options=plan.convert(share, repair=False),
+    )
+    for name, options in (("refitted", plan.refit), ("repaired", plan.convert)):
+        yield _named(share, name=name, what=f"dotmoe, {name}", by="convert", options=options(share))
+        yield _named(
+            share,
+            name=f"static-{name}",
+            what=f"static pruning, {name}",
+            by="convert",
+            options=options(share, method="static_pruning"),
+            beside=name,
+        )
+    yield _named(
+        share,
+        name="finetuned",
+        what="dotmoe, finetuned",
+        by="finetune",
+        options=plan.finetune(),
+        of="repaired",
+    )
+    yield _named(
+        share,
+        name="static-finetuned",
+        what="static pruning, finetuned",
+        by="finetune",
+        options=plan.finetune(),
+        of="static-repaired",
+        beside="finetuned",
+    )
+
+
+def _cmoe(share: float, plan: Plan) -> Iterator[Row]:
+    """Rows of CMoE at its own granularity: as published, and with our repair."""
     cmoe = {
         "method": "cmoe",
         "active": None,
@@ -270,59 +330,43 @@ def _at(share: float, plan: Plan) -> Iterator[Row]:
         "experts": EXPERTS_OF_CMOE,
         "active_experts": round(share * EXPERTS_OF_CMOE),
     }
-    finetuned, repaired = f"finetuned-{at}", f"repaired-{at}"
-    yield row("frozen", "dotmoe, frozen", "convert", plan.convert(share, repair=False))
-    yield row("refitted", "dotmoe, refitted", "convert", plan.refit(share))
-    yield row(
-        "static-refitted",
-        "static pruning, refitted",
-        "convert",
-        plan.refit(share, **static),
-        beside=f"refitted-{at}",
+    yield _named(
+        share,
+        name="cmoe",
+        what="CMoE, 8 experts",
+        by="convert",
+        options=plan.convert(share, repair=False, **cmoe),
     )
-    yield row("repaired", "dotmoe, repaired", "convert", plan.convert(share))
-    yield row("finetuned", "dotmoe, finetuned", "finetune", plan.finetune(), of=repaired)
-    yield row(
-        "static-repaired",
-        "static pruning, repaired",
-        "convert",
-        plan.convert(share, **static),
-        beside=repaired,
+    yield _named(
+        share,
+        name="cmoe-repaired",
+        what="CMoE, 8 experts, repaired",
+        by="convert",
+        options=plan.convert(share, **cmoe),
+        beside="repaired",
     )
-    yield row(
-        "static-finetuned",
-        "static pruning, finetuned",
-        "finetune",
-        plan.finetune(),
-        of=f"static-repaired-{at}",
-        beside=finetuned,
+
+
+def _papers(share: float, plan: Plan) -> Iterator[Row]:
+    """Rows of the paper's own recipe, on as many tokens as ours read in all."""
+    finetuned = plan.finetune(
+        recipe="paper", steps=plan.paper_steps[1], batch_size=plan.amounts.paper_batch
     )
-    yield row("cmoe", "CMoE, 8 experts", "convert", plan.convert(share, repair=False, **cmoe))
-    yield row(
-        "cmoe-repaired",
-        "CMoE, 8 experts, repaired",
-        "convert",
-        plan.convert(share, **cmoe),
-        beside=repaired,
+    yield _named(
+        share,
+        name="paper",
+        what="DOT-MoE (paper), aligned",
+        by="convert",
+        options=plan.align_by_paper(share),
     )
-    yield row("paper", "DOT-MoE (paper), aligned", "convert", plan.align_by_paper(share))
-    yield row(
-        "paper-finetuned",
-        "DOT-MoE (paper), finetuned",
-        "finetune",
-        plan.finetune(
-            recipe="paper", steps=plan.paper_steps[1], batch_size=plan.amounts.paper_batch
-        ),
-        of=f"paper-{at}",
-        beside=finetuned,
-    )
-    yield row(
-        "without-idle",
-        "dotmoe, repaired, a tenth of the experts dropped",
-        "drop_idle",
-        {"share": IDLE_SHARE},
-        of=repaired,
-        beside=repaired,
+    yield _named(
+        share,
+        name="paper-finetuned",
+        what="DOT-MoE (paper), finetuned",
+        by="finetune",
+        options=finetuned,
+        of="paper",
+        beside="finetuned",
     )
 
 

@@ -244,7 +244,8 @@ def rows_of(found: FinishedRun, dense: DenseModel, settings: Settings) -> Iterat
         gate_GF = fitted_gate(dense, layout, few, masks_LGN, config.calibrate.ridge)
         stored = masks_LGN.sum() - (domains - 1) * masks_LGN.prod(dim=1).sum()
         about = about | {"stored": float(stored) / masks_LGN[:, 0].numel()}
-        about["added"] = gate_GF.numel() / ffns * (domains > 1)
+        has_gate = domains > 1
+        about["added"] = gate_GF.numel() / ffns if has_gate else 0.0
         yield row, by_domain(dense, layout, masks_LGN, gate_GF), about
     for row, tokens_BT in (("DejaVu", few), ("DejaVu, more text", more)):
         networks, read = predictors(dense, layout, tokens_BT, settings)

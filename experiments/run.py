@@ -178,12 +178,22 @@ def verdict(by_seed: list[list[float]]) -> str:
     """
     if any(len(values) == 1 for values in by_seed):
         return "inconclusive"
-    steps = [
-        (fmean(b) - fmean(a), max(max(v) - min(v) for v in (a, b))) for a, b in pairwise(by_seed)
-    ]
-    if any(step == 0 == spread or (step < 0 and -step >= spread) for step, spread in steps):
+    verdicts = {_verdict_of(lower, upper) for lower, upper in pairwise(by_seed)}
+    for said in ("contradicted", "inconclusive"):
+        if said in verdicts:
+            return said
+    return "confirmed"
+
+
+def _verdict_of(lower: list[float], upper: list[float]) -> str:
+    """Whether the first number is below the second, given the values of all seeds of both."""
+    rise = fmean(upper) - fmean(lower)
+    spread = max(max(lower) - min(lower), max(upper) - min(upper))
+    if rise == 0 and spread == 0:
         return "contradicted"
-    return "inconclusive" if any(abs(step) <= spread for step, spread in steps) else "confirmed"
+    if rise < 0 and -rise >= spread:
+        return "contradicted"
+    return "inconclusive" if abs(rise) <= spread else "confirmed"
 
 
 def made_by(name: str, run: Run) -> dict[str, Any]:

@@ -174,7 +174,9 @@ def made(record: Any) -> str:
     """Commit, hardware and versions of a measurement."""
     by = record.provenance
     commit = f"commit `{by.commit}`" if by.commit else "a commit that was not recorded"
-    threads = f"{by.threads} thread{'s' * (by.threads != 1)}, " if by.threads else ""
+    threads = ""
+    if by.threads:
+        threads = "1 thread, " if by.threads == 1 else f"{by.threads} threads, "
     return f"Measured at {commit} on {by.hardware}, {threads}torch {by.versions.torch}"
 
 
@@ -325,7 +327,9 @@ def findings(record: Any) -> str:
                 if ends[0] < ends[1]:
                     ends = " to ".join(map(shown, ends))
                     rows[row][column] = f"{shown(rows[row][column])} ({ends})"
-        parts += [table.title] * bool(table.title) + [grid(rows)]
+        if table.title:
+            parts.append(table.title)
+        parts.append(grid(rows))
     if record.shows:
         lines = ["| finding | numbers, each to be below the next | here |", "| --- | --- | --- |"]
         for one in record.shows:

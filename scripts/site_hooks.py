@@ -52,7 +52,8 @@ def on_files(files: Any, config: Any) -> Any:
             path = target_of(page, link)
             if (ROOT / path).is_file() and address_of(path) not in files.src_uris:
                 files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
-                waiting += [path] * path.endswith(".md")
+                if path.endswith(".md"):
+                    waiting.append(path)
     return files
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dotmoe.method.config import FinetuneConfig
     from dotmoe.method.layout import ExpertLayout
     from dotmoe.models.config import LoadConfig
-    from dotmoe.pipeline.stages import Conversion
+    from dotmoe.pipeline.conversion import Conversion
     from dotmoe.run.config import FinetuneRunConfig, RunConfig, finetune_recipe, recipe
     from dotmoe.text.config import DataConfig
     from dotmoe.training.config import TrainingConfig
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Conversion": "pipeline.stages",
+    "Conversion": "pipeline.conversion",
     "DataConfig": "text.config",
     "ExpertLayout": "method.layout",
     "FinetuneConfig": "method.config",

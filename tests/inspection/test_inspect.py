@@ -235,7 +235,7 @@ def test_a_run_records_the_repair_that_its_time_allowed_and_resumes_with_it(
 def test_a_training_that_does_not_fit_says_what_it_changes(
     finished, tmp_path, command, monkeypatch
 ):
-    monkeypatch.setattr("dotmoe.pipeline.stages.memory_of", lambda device: 0)
+    monkeypatch.setattr("dotmoe.pipeline.device.memory_of", lambda device: 0)
     run, tuning = finished.at(tmp_path / "run"), TINY_FINETUNE | {"recipe": "small", "seq_len": 32}
     tuned = ["finetune", run.folder, tmp_path / "tuned"]
     for result in (command(*run.command()), command(*tuned, **tuning)):

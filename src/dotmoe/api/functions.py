@@ -42,12 +42,12 @@ from dotmoe.measure.inspection import plan_of
 from dotmoe.measure.inspection.tables import tables_of
 from dotmoe.models.stock import quiet_transformers
 from dotmoe.pipeline.compare import compare as compare_by
+from dotmoe.pipeline.conversion import Conversion
 from dotmoe.pipeline.convert import convert as convert_by
 from dotmoe.pipeline.finetune import finetune as finetune_by
 from dotmoe.pipeline.prune import prune as prune_by
 from dotmoe.pipeline.reexport import reexport, said_of_export
 from dotmoe.pipeline.rows import said_of_comparison
-from dotmoe.pipeline.stages import Conversion
 from dotmoe.run.config import FinetuneRunConfig, PruneRunConfig, RunConfig, overridden
 from dotmoe.run.folder import INPUTS, RunFolder
 

@@ -26,9 +26,10 @@ Config = TypeVar("Config")
 _HELP = ("-h", "--help", "--help-all")
 
 
-class _Words(NamedTuple):
-    """The words of a command line, sorted."""
+class _Parsed(NamedTuple):
+    """A command line: its words, and which of them belong to an option."""
 
+    words: Sequence[str]
     options: dict[str, Any]
     """Words of each option that is given, by its name; True or False for a flag."""
     arguments: list[str]
@@ -49,10 +50,10 @@ def config_of(command: str, line: Sequence[str]) -> Any:
             words = [word for word in words if word not in _HELP]
             print(_help(command, words, is_whole="--help-all" in asked))
             raise SystemExit(0)
-        given = _sorted(words, options)
+        given = _parsed(words, options)
         start = start_of(command, given.options)
         config = _config(
-            f"dotmoe {command}", CONFIGS[command], options, words, start.config, start.named
+            f"dotmoe {command}", CONFIGS[command], options, given, start.config, start.named
         )
         config = with_open_defaults(overridden(config, given.options), start, given.options)
     except UserError as error:
@@ -74,8 +75,8 @@ def settings(cls: type[Config], about: str | None) -> Config:
         print(help_texts.of_options(program, paragraphs, options, _groups(cls)))
         raise SystemExit(0)
     try:
-        words = _known(program, words, options)
-        config: Config = _config(program, cls, options, words, None, {})
+        given = _parsed(_known(program, words, options), options)
+        config: Config = _config(program, cls, options, given, None, {})
     except UserError as error:
         raise SystemExit(f"{program}: error: {error}") from error
     return config
@@ -147,7 +148,7 @@ def _names(options: Sequence[Option]) -> dict[str, str]:
     return names | {f"--no-{each.typed[2:]}": each.typed for each in options if each.is_flag}
 
 
-def _sorted(words: Sequence[str], options: Sequence[Option]) -> _Words:
+def _parsed(words: Sequence[str], options: Sequence[Option]) -> _Parsed:
     """The words of each option, and those of none."""
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
@@ -171,22 +172,21 @@ def _sorted(words: Sequence[str], options: Sequence[Option]) -> _Words:
         if option in [each.typed for each in options if not each.is_flag]:
             raise UserError(f"{option} has no value ({error.message}). Give one.") from error
         raise UserError(f"{option} takes no value. Leave it out.") from error
-    return _Words(vars(given), [word for word in arguments if word != "--"])
+    return _Parsed(words, vars(given), [word for word in arguments if word != "--"])
 
 
 def _config(
     program: str,
     cls: Any,
     options: Sequence[Option],
-    words: Sequence[str],
+    given: _Parsed,
     start: Any,
     named: dict[str, str],
 ) -> Any:
     """The words as a config of a class, which is not checked yet."""
-    given = _sorted(words, options)
     required = [each for each in options if each.is_argument and each.is_required]
     open_ones = [each for each in required if each.name not in named]
-    _move_last_words(given, options, words, len(open_ones) - len(given.arguments))
+    _move_last_words(given, options, len(open_ones) - len(given.arguments))
     missing = open_ones[len(given.arguments) :]
     missing += [
         each
@@ -199,7 +199,7 @@ def _config(
     values: dict[str, Any] = dict(named)
     places = _places(options, given.arguments, open_ones)
     if len(given.arguments) > len(places):
-        raise UserError(_too_many(given.arguments[len(places)], words, options))
+        raise UserError(_too_many(given.arguments[len(places)], given.words, options))
     for each, word in zip(places, given.arguments, strict=False):
         values[each.name] = each.value(word)
     for each in options:
@@ -224,11 +224,9 @@ def _places(
     return required[len(required) - len(words) :]
 
 
-def _move_last_words(
-    given: _Words, options: Sequence[Option], words: Sequence[str], num_lacking: int
-) -> None:
+def _move_last_words(given: _Parsed, options: Sequence[Option], num_lacking: int) -> None:
     """Make arguments of the last words of a line, if they are lacking: `--data a.txt MODEL OUT`."""
-    typed = [word.partition("=")[0] for word in words]
+    typed = [word.partition("=")[0] for word in given.words]
     last = next((word for word in reversed(typed) if word.startswith("--")), None)
     for each in options:
         found = given.options.get(each.name, [])
@@ -251,7 +249,7 @@ def _help(command: str, words: Sequence[str], *, is_whole: bool) -> str:
     cls = CONFIGS[command]
     start = start_of(command, {}).config
     with suppress(UserError):
-        start = start_of(command, _sorted(words, command_options(command)).options).config
+        start = start_of(command, _parsed(words, command_options(command)).options).config
     return help_texts.of_options(
         f"dotmoe {command}",
         [about.help, *about.notes],

@@ -23,11 +23,11 @@ from dotmoe.measure.inspection import plan_of
 from dotmoe.measure.inspection.tables import tables_of
 from dotmoe.measure.report import page
 from dotmoe.pipeline.compare import compare
+from dotmoe.pipeline.conversion import Conversion
 from dotmoe.pipeline.convert import convert
 from dotmoe.pipeline.finetune import finetune
 from dotmoe.pipeline.reexport import reexport, said_of_export
 from dotmoe.pipeline.rows import said_of_comparison
-from dotmoe.pipeline.stages import Conversion
 from dotmoe.run import config as running
 
 

@@ -25,6 +25,7 @@ from dotmoe.common.options import (
     Shown,
     defaults_of,
     marked_fields,
+    option_of,
 )
 
 _WORDS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
@@ -60,7 +61,7 @@ class Option(NamedTuple):
         """The option as it is typed, or the name of an argument."""
         if self.is_argument:
             return self.name.upper()
-        return "--" + self.name.replace("_", "-")
+        return option_of(self.name)
 
     @property
     def is_flag(self) -> bool:

@@ -98,9 +98,9 @@ def require_effect(config: Any, given: Iterable[str], file: str = "") -> None:
     `file` is the JSON file that gives them, if it is not the command line.
     """
     for name, need in without_effect(config, given):
-        option = f"{name} in {file}" if file else "--" + name.replace("_", "-")
+        option = f"{name} in {file}" if file else option_of(name)
         sentence = need.error.format(
-            option=option, value=_shown(flat(config)[name]), needs=need.needs, config=config
+            option=option, value=_as_typed(flat(config)[name]), needs=need.needs, config=config
         )
         raise UserError(f"{sentence}, or leave {option} out.")
 
@@ -129,9 +129,9 @@ def _defaults(cls: Any) -> dict[str, Any]:
     return values
 
 
-def _shown(value: Any) -> str:
-    """A value as it is typed."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def option_of(name: str) -> str:
+    """The option of a field of a config, as it is typed."""
+    return "--" + name.replace("_", "-")
 
 
 def check(config: Any, given: Iterable[str] = ()) -> None:
@@ -297,10 +297,13 @@ def identity(config: Any) -> dict[str, Any]:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The options that differ between two results of `identity`, as `name (old, not new)`."""
-    pairs = [(name, value, new[name]) for name, value in old.items() if value != new[name]]
-    nested = [each for _, a, b in pairs if isinstance(a, dict) for each in differences(a, b)]
-    plain = [(name, a, b) for name, a, b in pairs if not isinstance(a, dict)]
-    return [f"{name} ({_as_typed(a)}, not {_as_typed(b)})" for name, a, b in plain] + nested
+    plain, nested = list[str](), list[str]()
+    for name, value in old.items():
+        if isinstance(value, dict):
+            nested += differences(value, new[name])
+        elif value != new[name]:
+            plain.append(f"{name} ({_as_typed(value)}, not {_as_typed(new[name])})")
+    return plain + nested
 
 
 def _as_typed(value: Any) -> str:
@@ -335,8 +338,11 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
             raise UserError(f"{name} in {place} is no option.{hint}")
         values[name] = _value_of(kinds[name], value, name, place)
     for field in fields(cls):  # type: ignore[arg-type]
-        is_required = field.default is field.default_factory is dataclasses.MISSING
-        if is_required and field.name not in values:
+        is_optional = (
+            field.default is not dataclasses.MISSING
+            or field.default_factory is not dataclasses.MISSING
+        )
+        if not is_optional and field.name not in values:
             raise UserError(f"{place} lacks {field.name}, which has no default. Add it.")
     return cls(**values)
 

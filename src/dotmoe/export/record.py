@@ -264,7 +264,9 @@ def _change_of_k(folder: Path, record: ExportRecord) -> str:
 def _is_readable(path: Path) -> bool:
     """Whether a file of settings can be read: JSON of one object, or a template that has text."""
     try:
-        return bool(read_json(path) if path.suffix == ".json" else path.read_text("utf-8").strip())
+        if path.suffix == ".json":
+            return bool(read_json(path))
+        return bool(path.read_text("utf-8").strip())
     except (UserError, UnicodeDecodeError):
         return False
 

@@ -4,7 +4,7 @@ Both compute in float32 from the written weights. Metrics are quantiles over tok
 which every language model has, are counted and left out of the metrics of a block.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from dotmoe.export.routers import (
     outliers_in,
 )
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout, Layouts
-from dotmoe.models.family import TARGETS, DenseModel
+from dotmoe.models.family import TARGETS, DenseModel, Target
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.on_disk import exported_on_disk, on_disk
 from dotmoe.models.traits import SILU, Activation
@@ -231,29 +231,16 @@ def _compare(
     actual_TD: Tensor,
 ) -> dict[str, Any]:
     """Compare a block's output with the binary-gate one (eq:moe_output) for the same experts."""
-    dense, tensors = converted.dense, converted.tensors
     target = TARGETS[layout.target]
-
-    def weights(*names: str) -> Iterator[Tensor]:
-        for name in names:
-            weight = tensors.read(name)
-            yield (weight if converted.keeps_dtypes else weight.to(converted.dtype)).to(x_TD)
-        tensors.forget()
-
     logits_TE = x_TD.double() @ layout.router_LED[layer].to(x_TD.device).double().T
     typical_T = ~outliers_in(logits_TE)
     mask_TN = neuron_mask(chosen_TK, layout, layer)
     if not form.block_has_shared:
         mask_TN[:, layout.shared_neurons(layer).to(mask_TN.device)] = False
     if target.name == "ffn":
-        names = [dense.family.ffn_tensor(layer, name) for name in ("gate", "up", "down")]
-        activation = dense.family.ffn(dense.family.layers(dense.model)[layer]).activation
-        exact_TD = binary_gate_ffn(x_TD, mask_TN, weights(*names), activation)
+        exact_TD = _exact_ffn(converted, layer, x_TD, mask_TN)
     else:
-        names = [target.output_tensor(layer)]
-        if dense.traits.output_bias:
-            names.append(names[0].replace("weight", "bias"))
-        exact_TD = F.linear(seen_TN * target.of_columns(mask_TN, dense.config), *weights(*names))
+        exact_TD = _exact_output(converted, target, layer, seen_TN, mask_TN)
     smallest = torch.finfo(torch.float32).tiny
     error_T = (actual_TD.float() - exact_TD).norm(dim=1) / exact_TD.norm(dim=1).clamp_min(smallest)
     error_T = error_T[typical_T]
@@ -266,6 +253,42 @@ def _compare(
         "misrouted": misrouted_share(logits_TE[typical_T], chosen_TK[typical_T]),
         "outliers": float((~typical_T).double().mean()),
     }
+
+
+def _exact_ffn(
+    converted: ConvertedModel, layer: int, x_TD: Tensor, mask_TN: Tensor
+) -> Float[Tensor, "T D"]:
+    """Output of a dense layer's FFN whose neurons run as the mask says."""
+    dense = converted.dense
+    names = [dense.family.ffn_tensor(layer, name) for name in ("gate", "up", "down")]
+    activation = dense.family.ffn(dense.family.layers(dense.model)[layer]).activation
+    exact_TD = binary_gate_ffn(x_TD, mask_TN, _weights_like(converted, names, x_TD), activation)
+    converted.tensors.forget()
+    return exact_TD
+
+
+def _exact_output(
+    converted: ConvertedModel, target: Target, layer: int, seen_TN: Tensor, mask_TN: Tensor
+) -> Float[Tensor, "T D"]:
+    """Output of a dense layer's attention whose heads run as the mask says."""
+    names = [target.output_tensor(layer)]
+    if converted.dense.traits.output_bias:
+        names.append(names[0].replace("weight", "bias"))
+    masked_TN = seen_TN * target.of_columns(mask_TN, converted.dense.config)
+    exact_TD = F.linear(masked_TN, *_weights_like(converted, names, seen_TN))
+    converted.tensors.forget()
+    return exact_TD
+
+
+def _weights_like(
+    converted: ConvertedModel, names: Sequence[str], like: Tensor
+) -> Iterator[Tensor]:
+    """Tensors as the export has them, in dtype and on the device of another; read one by one."""
+    for name in names:
+        weight = converted.tensors.read(name)
+        if not converted.keeps_dtypes:
+            weight = weight.to(converted.dtype)
+        yield weight.to(like)
 
 
 def binary_gate_ffn(

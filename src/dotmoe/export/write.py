@@ -98,11 +98,10 @@ def export(
     form = format_for(dense, splits_in(layouts), config.format, dtype)
     layouts = tuple(replace(each, router_LED=each.router_LED.to(dtype).float()) for each in layouts)
     notes = list[str]()
-    is_widened = config.export_dtype == "source" and Tensors.of(dense).dtype == torch.float16
-    if is_widened:
+    if config.export_dtype == "source" and Tensors.of(dense).dtype == torch.float16:
         config = replace(config, export_dtype="float32")
-    if is_widened and config.format not in GGUF_NAMES:
-        notes.append(_WIDENED)
+        if config.format not in GGUF_NAMES:
+            notes.append(_WIDENED)
     out = new_folder(out)
     device = torch.device("cpu") if dense.weights == "meta" else dense.device
     exact = on_disk(dense, device, torch.float32)

@@ -41,7 +41,7 @@ def analyse(config: AnalyseConfig, progress: Progress | None = None) -> Values:
     config = checked(config)
     progress = progress or Progress(quiet=True)
     run = FinishedRun(Path(config.run))
-    say_unread_edits(run.folder.stage("export"), "the load")
+    say_unread_edits(run.folder.path_of("export"), "the load")
     with run.folder.alone():
         heldout = run.text.heldout
         tokens_BT = heldout.tokens_BT[: max(1, config.tokens // heldout.seq_len)]
@@ -66,7 +66,7 @@ def analyse(config: AnalyseConfig, progress: Progress | None = None) -> Values:
             "says": sentences,
             "provenance": provenance(0),
         }
-        write_json(run.folder.stage("evaluate") / "analysis" / f"{UTILISATION}.json", result)
+        write_json(run.folder.path_of("evaluate") / "analysis" / f"{UTILISATION}.json", result)
     return result
 
 

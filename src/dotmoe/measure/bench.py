@@ -158,17 +158,24 @@ def _measured(config: BenchConfig, workers: list[Worker], on_progress: Update) -
                 rounds[side].append(workers[side].ask("run"))
             done += 1
             on_progress(done, total, note)
-        tokens = point["batch" if point["steps"] else "tokens"]
-        dense, moe = (
-            {"tokens_per_s": tokens / float(np.quantile(np.concatenate(seconds), QUANTILE))}
-            for seconds in rounds
+        is_decoding = point["steps"] > 0
+        tokens = point["batch"] if is_decoding else point["tokens"]
+        dense, moe = (_tokens_per_s(tokens, seconds) for seconds in rounds)
+        results.append(
+            {
+                "point": point,
+                "dense": {"tokens_per_s": dense},
+                "moe": {"tokens_per_s": moe},
+                "speed_ratio": moe / dense,
+                "speed_ratio_quartiles": ratio_quartiles(*rounds),
+            }
         )
-        ratios = {
-            "speed_ratio": moe["tokens_per_s"] / dense["tokens_per_s"],
-            "speed_ratio_quartiles": ratio_quartiles(*rounds),
-        }
-        results.append({"point": point, "dense": dense, "moe": moe, **ratios})
     return results
+
+
+def _tokens_per_s(tokens: int, seconds: Rounds) -> float:
+    """Tokens per second of the fastest steps, of so many tokens each."""
+    return tokens / float(np.quantile(np.concatenate(seconds), QUANTILE))
 
 
 def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
@@ -181,27 +188,37 @@ def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
 def break_even(points: Sequence[Values]) -> list[str]:
     """Where the MoE is faster than the dense model and where not, a sentence for each context.
 
-    It is so, or slower, if both quartiles of the speedup over rounds are. Between two batches with
-    speedups on both sides of 1, the batch that breaks even is interpolated in logarithms.
+    It is faster at a batch if both quartiles of its speedup over rounds exceed 1, slower if both
+    are below 1, else the batch is inconclusive. Between two batches with speedups on both sides of
+    1, the batch that breaks even is interpolated in logarithms.
     """
-    groups = dict[tuple[str, int], list[Values]]()
-    sentences = []
+    contexts = dict[tuple[str, int], list[Values]]()
     for row in points:
-        groups.setdefault((row["point"]["name"], row["point"]["tokens"]), []).append(row)
-    for (name, tokens), rows in groups.items():
-        rows.sort(key=lambda row: int(row["point"]["batch"]))
-        at: dict[str, list[str]] = {"faster": [], "slower": [], "inconclusive": []}
-        for row in rows:
-            at[_verdict(row)].append(str(row["point"]["batch"]))
-        parts = [f"{verdict} at batch {', '.join(found)}" for verdict, found in at.items() if found]
-        for (batch, ratio), (larger, other) in pairwise(
-            (row["point"]["batch"], row["speed_ratio"]) for row in rows
-        ):
-            if (ratio > 1) != (other > 1):
-                part = math.log(ratio) / (math.log(ratio) - math.log(other))
-                parts.append(f"even at about {batch * (larger / batch) ** part:.3g}, interpolated")
-        sentences.append(f"{name}, {tokens:,} tokens: the MoE is {'; '.join(parts)}")
-    return sentences
+        contexts.setdefault((row["point"]["name"], row["point"]["tokens"]), []).append(row)
+    return [
+        f"{name}, {tokens:,} tokens: the MoE is {_where_faster(rows)}"
+        for (name, tokens), rows in contexts.items()
+    ]
+
+
+def _where_faster(rows: list[Values]) -> str:
+    """The batches of one context at which the MoE is faster, slower or neither."""
+    rows = sorted(rows, key=lambda row: int(row["point"]["batch"]))
+    batches: dict[str, list[str]] = {"faster": [], "slower": [], "inconclusive": []}
+    for row in rows:
+        batches[_verdict(row)].append(str(row["point"]["batch"]))
+    parts = [f"{verdict} at batch {', '.join(at)}" for verdict, at in batches.items() if at]
+    for smaller, larger in pairwise(rows):
+        if (smaller["speed_ratio"] > 1) != (larger["speed_ratio"] > 1):
+            parts.append(f"even at about {_even_batch(smaller, larger):.3g}, interpolated")
+    return "; ".join(parts)
+
+
+def _even_batch(smaller: Values, larger: Values) -> float:
+    """The batch between two at which both models are as fast, interpolated in logarithms."""
+    first, second = math.log(smaller["speed_ratio"]), math.log(larger["speed_ratio"])
+    growth = larger["point"]["batch"] / smaller["point"]["batch"]
+    return float(smaller["point"]["batch"] * growth ** (first / (first - second)))
 
 
 def _verdict(row: Values) -> str:

@@ -35,6 +35,8 @@ from dotmoe.text.answers import asks_by_name
 from dotmoe.text.tokenise import TokenisedText
 
 _OWN = "own, not exportable"
+_STAGES = ("calibrate", "align", "extract")
+"""Stages whose time a frozen row has taken."""
 
 _FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
 """What ends one run of a comparison and not the others: no memory (on a GPU a `RuntimeError`), or
@@ -198,18 +200,26 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
     if isinstance(config, PruneRunConfig):
         yield _pruned_row(point, config, results)
         return
+    frozen = _frozen_row(point, config, results, model)
+    answered = on_answers(results.get("own_answers", {}).get("moe", {}))
+    if config.repair:
+        yield frozen
+        yield replace(_repaired_row(frozen, config, results), **answered)
+    else:
+        yield replace(frozen, **answered)
     exact = results.get("moe_own_router")
+    if exact is not None:
+        own = replace(frozen, router=_OWN, measured=Measured.of(exact, dense))
+        yield _as_active(exact["active"], own, results["parameters"]["dense"])
+
+
+def _frozen_row(point: Point, config: RunConfig, results: dict[str, Any], model: DenseModel) -> Row:
+    """The row of a conversion before its repair."""
     split = from_record(results["granularity"])[0]
-    router: str = config.baseline.split_router
-    if config.method == "dot_moe":
-        router = "ridge" if config.calibrate.start == "data" else "random"
-    folder = RunFolder(Path(config.out))
-    stages = ("calibrate", "align", "extract")
-    read = text_tokens(config, results["steps"], model)
-    frozen = Row(
+    return Row(
         run=point.name,
         value=point.method,
-        router=router if exact is None else "own, linear",
+        router=_router(config, results),
         trained=_trained(config) or "nothing",
         weights="frozen",
         seed=config.seed,
@@ -218,27 +228,31 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
         parameters=results["parameters"]["active"],
         stored=results["parameters"]["stored"],
         steps=results["steps"],
-        text_tokens=read,
-        seconds=folder.seconds(*stages),
-        measured=Measured.of(results["frozen" if config.repair else "moe"], dense),
+        text_tokens=text_tokens(config, results["steps"], model),
+        seconds=RunFolder(Path(config.out)).seconds(*_STAGES),
+        measured=Measured.of(results["frozen" if config.repair else "moe"], results["dense"]),
         details=results["granularity"],
     )
-    answered = on_answers(results.get("own_answers", {}).get("moe", {}))
-    if not config.repair:
-        yield replace(frozen, **answered)
-    else:
-        yield frozen
-        yield replace(
-            frozen,
-            weights="repaired",
-            text_tokens=read + results["repair"]["tokens"],
-            seconds=folder.seconds(*stages, "repair"),
-            measured=Measured.of(results["moe"], dense),
-            **answered,
-        )
-    if exact is not None:
-        own = replace(frozen, router=_OWN, measured=Measured.of(exact, dense))
-        yield _as_active(exact["active"], own, results["parameters"]["dense"])
+
+
+def _repaired_row(frozen: Row, config: RunConfig, results: dict[str, Any]) -> Row:
+    """The row of a conversion after its repair."""
+    return replace(
+        frozen,
+        weights="repaired",
+        text_tokens=(frozen.text_tokens or 0) + results["repair"]["tokens"],
+        seconds=RunFolder(Path(config.out)).seconds(*_STAGES, "repair"),
+        measured=Measured.of(results["moe"], results["dense"]),
+    )
+
+
+def _router(config: RunConfig, results: dict[str, Any]) -> str:
+    """Where the router of a conversion comes from."""
+    if "moe_own_router" in results:
+        return "own, linear"
+    if config.method != "dot_moe":
+        return config.baseline.split_router
+    return "ridge" if config.calibrate.start == "data" else "random"
 
 
 def _pruned_row(point: Point, config: PruneRunConfig, results: dict[str, Any]) -> Row:
@@ -261,7 +275,7 @@ def _pruned_row(point: Point, config: PruneRunConfig, results: dict[str, Any]) -
 
 def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
     """Number of tokens that a conversion's calibration and `steps` of training have read."""
-    text = TokenisedText.load(RunFolder(Path(config.out)).stage("data")).training
+    text = TokenisedText.load(RunFolder(Path(config.out)).path_of("data")).training
     calibrated = min(config.calibration_tokens(model.widths.model), text.num_tokens)
     return calibrated + steps * config.align.batch_size * text.seq_len
 

@@ -19,7 +19,6 @@ from dotmoe.common.distributed import (
     require_one_process,
     resolved_device,
 )
-from dotmoe.common.files import read_json, write_json
 from dotmoe.common.options import changed, checked
 from dotmoe.common.progress import Progress
 from dotmoe.export.write import export_dtype, require_exportable
@@ -39,7 +38,9 @@ from dotmoe.models.family import DenseModel
 from dotmoe.models.load import describe_dense, load_dense
 from dotmoe.models.on_disk import on_disk
 from dotmoe.pipeline import keep
-from dotmoe.pipeline.stages import Conversion, Run, fitting_the_device
+from dotmoe.pipeline.conversion import Conversion
+from dotmoe.pipeline.device import fitting_the_device
+from dotmoe.pipeline.stages import Run
 from dotmoe.rivals import baselines
 from dotmoe.rivals.baselines import Baseline, Baselines
 from dotmoe.run.config import RunConfig
@@ -63,6 +64,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         with process_group(resolved_device(config.load.device)):
             given = raise_on_all_ranks(lambda: checked(config))
             config = raise_on_all_ranks(lambda: config_with_defaults(given))
+            # What nobody gave follows anew, if the config is repeated with other options.
             followed = {*given.followed, *changed(config, given)}
             config = replace(config, followed=tuple(sorted(followed)))
             if config.time:
@@ -72,10 +74,8 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 return run.conversion()
             fitted = _fitted(run)
         if run.is_rank_zero:
-            keeps_enough = _export_and_measure(run, *fitted)
-            while not keeps_enough:  # with --keep, a larger share is next
+            while not _exports_enough(run, *fitted):  # with --keep, a larger share is next
                 fitted = _fitted(run)
-                keeps_enough = _export_and_measure(run, *fitted)
         return run.conversion()
 
 
@@ -107,7 +107,7 @@ def _fitted(run: Run) -> tuple[DenseModel, Baselines, dict[str, Any]]:
     return dense, extracted, metrics
 
 
-def _export_and_measure(
+def _exports_enough(
     run: Run, dense: DenseModel, extracted: Baselines, metrics: dict[str, Any]
 ) -> bool:
     """Export and measure; whether the export keeps as much as the run is asked to keep."""
@@ -174,12 +174,7 @@ def _with_dense_layers(run: Run, dense: DenseModel, splits: Splits) -> Splits:
         )
         return {"first_dense_layers": leading, "errors": errors_L.tolist()}
 
-    record = run.stage(
-        "dense_layers",
-        lambda folder: read_json(folder / _DENSE_LAYERS),
-        make,
-        save=lambda record, folder: write_json(folder / _DENSE_LAYERS, record),
-    )
+    record = run.json_stage("dense_layers", _DENSE_LAYERS, make)
     leading = record["first_dense_layers"]
     return tuple(replace(split, first_dense_layers=leading) for split in splits)
 
@@ -203,7 +198,7 @@ def _calibrate(run: Run, dense: DenseModel, splits: Splits) -> States:
             return tuple(start(dense, run.text.training, split) for split in splits)
 
     load = partial(load_states, device=dense.device)
-    return run.stage("calibrate", load, make, save=save_states)
+    return run.run_stage("calibrate", load, make, save=save_states)
 
 
 def _align(run: Run, dense: DenseModel, splits: Splits, start: States) -> States:
@@ -227,7 +222,7 @@ def _align(run: Run, dense: DenseModel, splits: Splits, start: States) -> States
             return align(task, folder, config.training, on_step)
 
     load = partial(load_states, device=dense.device)
-    return run.stage("align", load, make, save=save_states)
+    return run.run_stage("align", load, make, save=save_states)
 
 
 def _extract(run: Run, dense: DenseModel, splits: Splits, states: States | None) -> Baselines:
@@ -240,7 +235,7 @@ def _extract(run: Run, dense: DenseModel, splits: Splits, states: States | None)
         layouts = (extract(state, split, run.config.assignment) for state, split in pairs)
         return broadcast_from_rank_zero(lambda: tuple(Baseline(layout=each) for each in layouts))
 
-    return run.stage("extract", baselines.load_baselines, make, save=baselines.save_baselines)
+    return run.run_stage("extract", baselines.load_baselines, make, save=baselines.save_baselines)
 
 
 def _split_by_baseline(run: Run, dense: DenseModel, splits: Splits) -> Baselines:

@@ -31,7 +31,9 @@ from dotmoe.method.layout import (
 )
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import left_on_disk
-from dotmoe.pipeline.stages import Conversion, Run, fitting_the_device
+from dotmoe.pipeline.conversion import Conversion
+from dotmoe.pipeline.device import fitting_the_device
+from dotmoe.pipeline.stages import Run
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS
@@ -75,7 +77,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             measured = read_json(source.folder.verified("evaluate") / RESULTS)
             metrics["frozen"] = measured["frozen"]  # before the repair
         before = "repaired" if source.has_own_weights else "converted"
-        earlier = {before: source.folder.stage("export")} if source.folder.has("export") else {}
+        earlier = {before: source.folder.path_of("export")} if source.folder.has("export") else {}
         dense = left_on_disk(dense, config.load)
         run.export(dense, run.trained("finetune", dense), layouts)
         run.evaluate(dense, layouts, lambda: metrics, earlier)
@@ -97,8 +99,8 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
             "with --repair, or with --targets ffn."
         )
     if source.folder.has("export"):  # it is measured beside the result
-        require_checksums(source.folder.stage("export"), read_weights=False)
-        require_written_k(source.folder.stage("export"))
+        require_checksums(source.folder.path_of("export"), read_weights=False)
+        require_written_k(source.folder.path_of("export"))
     if config.data.data:
         return source, replace(source.config, data=config.data)
     _require_same_text(source)
@@ -162,4 +164,4 @@ def _train(run: Run, dense: DenseModel, source: FinishedRun) -> Layouts:
             )
         return (trained,)
 
-    return run.stage("finetune", load_layouts, make)
+    return run.run_stage("finetune", load_layouts, make)

@@ -88,12 +88,7 @@ def at_chosen_share(run: Run, dense: DenseModel) -> RunConfig:
     if run.config.experts.keep is None:
         config: RunConfig = run.config
         return config
-    record = run.stage(
-        "share",
-        lambda folder: read_json(folder / _CHOSEN),
-        partial(_choose, run, dense),
-        save=lambda record, folder: write_json(folder / _CHOSEN, record),
-    )
+    record = run.json_stage("share", _CHOSEN, partial(_choose, run, dense))
     return _with_experts(run.config, dense, record["active_experts"])
 
 
@@ -108,7 +103,7 @@ def judge_of(run: Run, dense: DenseModel) -> Callable[[Values], Values]:
         return lambda closeness: {}
 
     def judge(closeness: Values) -> Values:
-        chosen = read_json(run.folder.stage("share") / _CHOSEN)
+        chosen = read_json(run.folder.path_of("share") / _CHOSEN)
         worse, active = worse_set(closeness), chosen["active_experts"]
         kept = worse["top1"]
         if kept >= wanted:
@@ -118,7 +113,7 @@ def judge_of(run: Run, dense: DenseModel) -> Callable[[Values], Values]:
         raise UserError(
             f"keep is {wanted:g}, but the largest share, {active} of {chosen['num_experts']} "
             f"experts, keeps {to_a_tenth(kept)} once it is exported. The export stays in "
-            f"{run.folder.stage('export')}. Lower keep in another folder, or use the dense model."
+            f"{run.folder.path_of('export')}. Lower keep in another folder, or use the dense model."
         )
 
     return judge
@@ -127,7 +122,7 @@ def judge_of(run: Run, dense: DenseModel) -> Callable[[Values], Values]:
 def take_next(run: Run, missed: MissedError) -> None:
     """Note that an export has missed, so that the next larger share is chosen."""
     wanted, active = run.config.experts.keep, missed.active_experts
-    folder = run.folder.stage("share") / _MISSED
+    folder = run.folder.path_of("share") / _MISSED
     folder.mkdir(exist_ok=True)
     write_json(folder / f"{active}.json", {"active_experts": active, "kept": missed.kept})
     run.folder.reopen("share")

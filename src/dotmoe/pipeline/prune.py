@@ -73,18 +73,20 @@ def _prune(run: Run, dense: DenseModel) -> dict[str, Any]:
             )
             return pruning.prune(config.method, inputs, folder)
 
-    return run.stage("prune", lambda folder: read_json(folder / pruning.METRICS), make)
+    return run.run_stage("prune", lambda folder: read_json(folder / pruning.METRICS), make)
 
 
 def _measure_pruned(run: Run, dense: DenseModel, metrics: dict[str, Any]) -> dict[str, Any]:
     """Perplexity of the dense and the pruned model: a checkpoint, or a change made in memory."""
-    folder = run.folder.stage("prune")
+    folder = run.folder.path_of("prune")
     method = run.config.method
     applied = pruning.PRUNING[method].applied
     runnable = left_on_disk(dense, run.config.load)
     exports = {} if applied else {"pruned": folder / pruning.MODEL}
     dense_states = states_on(runnable, run.own)
-    results = run.perplexities(runnable, exports)
+    dtype = next(runnable.model.parameters()).dtype
+    results = {"dense": run.dense_perplexity(runnable)}
+    results |= run.export_perplexities(exports, runnable.tokenizer, dtype, runnable.device)
     if applied:
         change = partial(applied, runnable, **load_file(folder / pruning.TENSORS))
         results["pruned"] = run.perplexity_within(change(), method, runnable)

@@ -22,7 +22,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     check(config, changed(config))
     require_outside_models(Path(config.out))
     run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
-    say_unread_edits(run.folder.stage("export"), "the new export")
+    say_unread_edits(run.folder.path_of("export"), "the new export")
     (layout, *others) = run.layouts
     is_dense = config.export.format == GGUF_DENSE
     described = run.origin() if is_dense else run.described()

@@ -17,6 +17,8 @@ from dotmoe.text.answers import ALIKE, OTHERS
 
 MATCHED = 0.01
 """Largest relative deviation of active parameters from the budget that is called matched."""
+_OPTIONAL = ("other text", "KL, answers", "KL, other answers", "seeds", "budget", "shared")
+"""Columns that are left out if no row has a value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,13 +160,32 @@ def _means(alike: Sequence[Any]) -> dict[str, Any]:
     return means
 
 
+Columns = dict[str, Callable[[Row], str | None]]
+"""Cells of each column, by its heading."""
+
+
 def table(summary: Mapping[str, Any], *, brief: bool = False) -> Table:
     """The table of a comparison, seeds merged into one row; `brief`: what fits 80 columns."""
     rows = over_seeds(map(Row.from_record, summary["rows"]))
+    columns = _columns(rows)
+    note = " ".join(_notes(summary, rows))
+    if not brief:
+        return table_of(rows, columns, words=[*columns].index("active"), note=note)
+    chosen: Columns = {"method": lambda row: f"{row.value}\n{_how(row) or ''}".rstrip()}
+    for name in ("active", "perplexity", "nats above dense", "above the best"):
+        chosen[name] = columns[name]
+    made = table_of(rows, chosen, words=1, note=note)
+    headings = [name.replace("above dense", "above\ndense") for name in chosen]
+    cells = [[cell and cell.replace(" (", "\n(") for cell in row] for row in made.rows]
+    return replace(made, columns=headings, rows=cells)
+
+
+def _columns(rows: Sequence[Row]) -> Columns:
+    """The columns of all rows, the first of which is the dense model."""
     dense, *others = rows
     alike = [row for row in others if row.measured.window == dense.measured.window]
     best = min(alike, key=lambda row: row.measured.loss, default=dense)
-    columns: dict[str, Callable[[Row], str | None]] = {
+    columns: Columns = {
         "method": lambda row: row.value,
         "how": _how,
         "active": _active,
@@ -184,20 +205,11 @@ def table(summary: Mapping[str, Any], *, brief: bool = False) -> Table:
         "tokens": lambda row: _shown(row.text_tokens, "{:,}".format),
         "seconds": lambda row: _shown(row.seconds, "{:.0f}".format),
     }
-    for name in ("other text", "KL, answers", "KL, other answers", "seeds", "budget", "shared"):
-        if not any(map(columns[name], rows)):
-            del columns[name]
-    if brief:
-        names = ("active", "perplexity", "nats above dense", "above the best")
-        decisive = {name: columns[name] for name in names}
-        columns = {"method": lambda row: f"{row.value}\n{_how(row) or ''}".rstrip()} | decisive
-    note = " ".join(_notes(summary, rows))
-    made = table_of(rows, columns, words=[*columns].index("active"), note=note)
-    if brief:
-        broken = [[cell and cell.replace(" (", "\n(") for cell in row] for row in made.rows]
-        headings = [name.replace("above dense", "above\ndense") for name in columns]
-        made = replace(made, columns=headings, rows=broken)
-    return made
+    return {
+        name: cell
+        for name, cell in columns.items()
+        if name not in _OPTIONAL or any(map(cell, rows))
+    }
 
 
 def said_of_comparison(summary: Mapping[str, Any], out: str) -> tuple[Table, str, str]:

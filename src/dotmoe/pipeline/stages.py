@@ -1,12 +1,12 @@
-"""What the commands share: a run in progress, its stages, and a training that fits its device."""
+"""A run in progress, with the stages that the commands share."""
 
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +14,14 @@ from torch import Tensor
 from dotmoe.common.distributed import (
     broadcast_from_rank_zero,
     is_rank_zero,
-    memory_of,
-    num_ranks,
     raise_on_all_ranks,
     require_equal_shares,
-    resolved_device,
 )
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import read_json, write_json
+from dotmoe.common.files import Values, read_json, write_json
 from dotmoe.common.options import values_of
 from dotmoe.common.progress import Progress
-from dotmoe.common.tables import Table, in_bytes, shown_as_html, shown_as_text
+from dotmoe.common.tables import Table
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.export.write import export
 from dotmoe.measure.evaluate import perplexity
@@ -36,11 +33,9 @@ from dotmoe.measure.evaluate.own_answers import (
     own_answers_table,
     states_on,
 )
-from dotmoe.measure.inspection.planner import fit_to_memory
-from dotmoe.measure.inspection.sizes import Sizes, Step
-from dotmoe.measure.report.page import first_screen, html_report
-from dotmoe.method.config import AlignConfig, FinetuneConfig, ObjectiveConfig
-from dotmoe.method.granularity import Splits, to_record
+from dotmoe.measure.report.page import html_report
+from dotmoe.method.config import ObjectiveConfig
+from dotmoe.method.granularity import to_record
 from dotmoe.method.layout import (
     Layouts,
     splits_in,
@@ -51,6 +46,7 @@ from dotmoe.models.family import DenseModel
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import describe_dense, left_on_disk, load_whole, trained_model
 from dotmoe.models.scoring import loss_of
+from dotmoe.pipeline.conversion import Conversion
 from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder, provenance
@@ -77,41 +73,6 @@ CHANCE_SHARE = 0.9
 trained one the loss on a text in another language is about half of it."""
 logger = logging.getLogger(__name__)
 
-Training = TypeVar("Training", AlignConfig, FinetuneConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
-    """Result of `convert` or `finetune`: where the files are, and what was measured."""
-
-    folder: Path
-    """The run folder."""
-    export: Path
-    """The checkpoint, loadable by stock Transformers."""
-    report: Path
-    """HTML page on what the conversion lost and gained; `report.md` is the same without plot."""
-    results: dict[str, Any]
-    """Contents of `6_evaluate/results.json`; empty on ranks other than rank zero."""
-
-    def __fspath__(self) -> str:
-        """The run folder, so that a conversion can be given where a path is asked for."""
-        return str(self.folder)
-
-    def __repr__(self) -> str:
-        """The table of the report's first screen, and where the files are."""
-        return shown_as_text(self._parts())
-
-    def _repr_html_(self) -> str:
-        """As `__repr__`, for notebooks."""
-        return shown_as_html(self._parts())
-
-    def _parts(self) -> list[Table | str]:
-        parts = list[Table | str]()
-        if self.results:
-            with suppress(UserError, OSError):  # the folder may have been moved
-                parts += first_screen(self.folder)
-        return [*parts, f"checkpoint  {self.export}\nreport      {self.report}"]
-
 
 class Run:
     """A run in progress, with the stages that several commands share."""
@@ -134,7 +95,7 @@ class Run:
         self.is_rank_zero = is_rank_zero()
         self.progress = progress if progress and self.is_rank_zero else Progress(quiet=True)
         self.folder = RunFolder(Path(config.out), self.progress.log)
-        self.stage = self.folder.run_stage
+        self.run_stage = self.folder.run_stage
 
     def start(self, work: ExitStack, source: FinishedRun | None = None) -> bool:
         """Lock the run folder while `work` is open; returns whether the run is already finished.
@@ -168,6 +129,15 @@ class Run:
         if self.objective.steps:
             raise_on_all_ranks(lambda: require_equal_shares(self.objective.batch_size))
         return broadcast_from_rank_zero(begin)
+
+    def json_stage(self, name: str, file: str, make: Callable[[Path], Values]) -> Values:
+        """The JSON object that a stage makes, kept in a file of its folder."""
+        return self.run_stage(
+            name,
+            lambda folder: read_json(folder / file),
+            make,
+            save=lambda values, folder: write_json(folder / file, values),
+        )
 
     def answer(self, dense: DenseModel, tokens: int) -> None:
         """Run the stage in which the dense model writes: `tokens` to fit to, and held-out answers.
@@ -206,7 +176,7 @@ class Run:
         def load(folder: Path) -> OwnAnswers:
             return OwnAnswers.load(folder, asked_for)
 
-        self.own = self.stage("answers", load, make)
+        self.own = self.run_stage("answers", load, make)
 
     def _require_asked(self, dense: DenseModel) -> None:
         """Refuse options of answers where no answers are written."""
@@ -254,10 +224,10 @@ class Run:
                 self._warn_of_chance(dense, text.training.drawn(CHANCE_TOKENS)[:, :CHANCE_TOKENS])
             return text
 
-        self.text = text = self.stage("data", TokenisedText.load, make)
+        self.text = text = self.run_stage("data", TokenisedText.load, make)
         self.texts = {text.heldout_name: text.heldout}
         if other := self.converted.other_text:
-            self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
+            self.texts[other] = TokenBlocks.load(self.folder.path_of("data") / OTHER)
 
     def _warn_of_chance(self, dense: DenseModel, tokens_BT: Tensor) -> None:
         """Say, before anything is paid, that a dense model has not learned this text."""
@@ -301,11 +271,11 @@ class Run:
                     on_progress=update,
                 )
 
-        return self.stage("repair", lambda folder: read_json(folder / METRICS), make)
+        return self.run_stage("repair", lambda folder: read_json(folder / METRICS), make)
 
     def trained(self, stage: str, dense: DenseModel) -> DenseModel:
         """The dense model with the weights that a stage wrote, left on disk."""
-        return left_on_disk(trained_model(dense, self.folder.stage(stage)), self.config.load)
+        return left_on_disk(trained_model(dense, self.folder.path_of(stage)), self.config.load)
 
     def export(self, dense: DenseModel, weights: DenseModel, layouts: Layouts) -> None:
         """Write and verify the export of `weights`: `dense`, or its repaired or finetuned form."""
@@ -322,7 +292,7 @@ class Run:
                     on_progress=update,
                 )
 
-        self.stage("export", require_checksums, make)
+        self.run_stage("export", require_checksums, make)
 
     def evaluate(
         self,
@@ -337,27 +307,23 @@ class Run:
         The results also have what `measure` returns and what the export's record contains. `judge`
         gets the export's closeness on held-out answers. It returns further results, or raises to
         refuse the export; the stage then stays unfinished. All models are measured in the same
-        windows, no longer than the shortest of their contexts. The dense model's weights are
-        dropped from memory after `measure`, before an export is loaded.
+        windows, no longer than the shortest of their contexts.
         """
-        exported = self.folder.stage("export")
+        exported = self.folder.path_of("export")
+        exports = {**(earlier or {}), "moe": exported}
 
         def measured() -> dict[str, Any]:
             record = ExportRecord.load(exported)
-            exports = {**(earlier or {}), "moe": exported}
-            more = dict[str, Any]()
-            dense_states = dict[str, DenseStates]()
-
-            def rest_of_dense() -> None:
-                more.update(measure())
-                dense_states.update(states_on(dense, self.own))
-                if dense.weights == "memory":
-                    dense.model.to("meta")
-
-            self.texts = perplexity.cut_to_context(
-                self.texts, min(map(context_of, exports.values()))
-            )
-            results = self.perplexities(dense, exports, rest_of_dense)
+            context = min(map(context_of, exports.values()))
+            self.texts = perplexity.cut_to_context(self.texts, context)
+            results = {"dense": self.dense_perplexity(dense)}
+            more = measure()
+            dense_states = states_on(dense, self.own)
+            dtype = next(dense.model.parameters()).dtype
+            device = dense.device
+            if dense.weights == "memory":  # an export is loaded next
+                dense.model.to("meta")
+            results |= self.export_perplexities(exports, dense.tokenizer, dtype, device)
             answered = self.on_own_answers(dense, exports, dense_states)
             judged = judge(answered.get("moe", {}))
             curve = self._at_other_k(exported, dense_states, answered)
@@ -415,34 +381,29 @@ class Run:
             origin["provenance"] = provenance(self.config.seed)
             write_json(folder / RESULTS, measure() | origin)
 
-        self.stage("evaluate", lambda folder: None, make)
+        self.run_stage("evaluate", lambda folder: None, make)
 
     def results(self) -> dict[str, Any]:
         """The results that the evaluate stage wrote."""
         return read_json(self.folder.verified("evaluate") / RESULTS)
 
-    def perplexities(
-        self,
-        dense: DenseModel,
-        exports: dict[str, Path],
-        between: Callable[[], None] = lambda: None,
-    ) -> dict[str, Any]:
-        """Perplexity of the dense model and of exports, by name, each with its fingerprint.
-
-        One export is in memory at a time. `between` is called once the dense model is measured,
-        before they are: nothing reads its weights afterwards.
-        """
-        tokenizer, texts = dense.tokenizer, self.texts
-        dtype = next(dense.model.parameters()).dtype
-        device = dense.device  # read before `between`, which may free the weights
+    def dense_perplexity(self, dense: DenseModel) -> Values:
+        """Perplexity of the dense model, with its fingerprint."""
         with self.progress.bar("evaluate", tokens=1) as update:
-            measured = perplexity.heldout_perplexity(dense.model, tokenizer, texts, update)
-        results = {"dense": measured | {FINGERPRINT: fingerprint(dense.folder)}}
-        between()
+            measured = perplexity.heldout_perplexity(
+                dense.model, dense.tokenizer, self.texts, update
+            )
+        return measured | {FINGERPRINT: fingerprint(dense.folder)}
+
+    def export_perplexities(
+        self, exports: dict[str, Path], tokenizer: Any, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Values]:
+        """Perplexity of exports by name, each with its fingerprint; one is in memory at a time."""
+        results = dict[str, Values]()
         for name, folder in exports.items():
             with self.progress.bar("evaluate the export", tokens=1) as update:
                 measured = perplexity.export_perplexity(
-                    folder, tokenizer, texts, update, dtype=dtype, device=device
+                    folder, tokenizer, self.texts, update, dtype=dtype, device=device
                 )
             results[name] = measured | {FINGERPRINT: fingerprint(folder)}
         return results
@@ -456,64 +417,11 @@ class Run:
 
     def conversion(self) -> Conversion:
         """The result of the run; the report is made anew each time, from result files alone."""
-        path, exported = self.folder.path, self.folder.stage("export")
-        page = self.folder.stage("report") / "report.html"
+        path, exported = self.folder.path, self.folder.path_of("export")
+        page = self.folder.path_of("report") / "report.html"
         results = dict[str, Any]()
         if self.is_rank_zero:
             results = self.results()
             require_checksums(exported, read_weights=False)
             page = html_report(path)
         return Conversion(folder=path, export=exported, report=page, results=results)
-
-
-def fitting_the_device(
-    run: Run,
-    dense: DenseModel,
-    splits: Splits,
-    how: Training,
-    *,
-    dtype: torch.dtype,
-    sharded: bool,
-) -> Training:
-    """The options of a training, the same on all ranks, with what makes its step fit the device.
-
-    `dtype` is what it computes in; `sharded` says whether ranks shard the weights.
-    """
-    device = resolved_device(run.config.load.device)
-    train = getattr(how, "train", "assignment")
-    offload = getattr(how, "offload", False)
-
-    def fitted() -> dict[str, Any]:
-        sizes = Sizes(dense.model, splits, stored=dtype, written=dtype)
-        step = Step(
-            sizes=sizes,
-            batch_size=how.batch_size,
-            seq_len=run.text.training.seq_len,
-            micro_batch_size=min(how.micro_batch_size, how.batch_size // num_ranks()),
-            weight_bytes=4 if dtype.itemsize == 4 else 2,
-            train=train,  # type: ignore[arg-type]
-            distils=how.kl_weight > 0,  # as an alignment always does
-            on_cpu=device.type == "cpu",
-            checkpointing=how.activation_checkpointing,
-            ranks=num_ranks(),
-            sharded=sharded or offload,
-            offload=offload,
-            memory_bytes=memory_of(device),
-        )
-        chosen = fit_to_memory(step, step.memory_bytes)
-        size = chosen.micro_batch_size
-        if chosen != step:
-            changed = f"activation_checkpointing is on, micro_batch_size {size}"
-            if chosen.offload:
-                host = in_bytes(chosen.on_host)
-                changed += f", offload to {host} of the host's memory for each rank"
-            run.progress.log(f"a step would not fit into memory, by estimate: {changed}")
-        changes: dict[str, Any] = {
-            "micro_batch_size": min(how.micro_batch_size, size),
-            "activation_checkpointing": chosen.checkpointing,
-        }
-        if chosen.offload:
-            changes["offload"] = True
-        return changes
-
-    return replace(how, **broadcast_from_rank_zero(fitted))

@@ -41,7 +41,7 @@ class FinishedRun:
     @cached_property
     def layouts(self) -> Layouts:
         """The run's experts, routers and k."""
-        return load_layouts(self.folder.stage(self.made_by))
+        return load_layouts(self.folder.path_of(self.made_by))
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -56,7 +56,7 @@ class FinishedRun:
 
     def described(self) -> DenseModel:
         """Description of the dense checkpoint that has the experts' weights; see `origin`."""
-        stage = self.folder.stage(self.made_by)
+        stage = self.folder.path_of(self.made_by)
         if (stage / MODEL).is_dir():  # all weights are in the run's folder, with checksums there
             return describe_dense(str(stage / MODEL))
         return trained_model(self.origin(), stage) if self.has_own_weights else self.origin()

@@ -148,7 +148,7 @@ class RunFolder:
         """The config of the run; refused if another command made the run."""
         return from_values(cls, self.manifest["config"], str(self.path / _MANIFEST))
 
-    def stage(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Folder of a stage; it need not exist."""
         return self.path / STAGES[name]
 
@@ -163,12 +163,15 @@ class RunFolder:
 
         An export has checksums of its own, see `dotmoe.export.record.require_checksums`.
         """
-        folder = self.stage(name)
+        folder = self.path_of(name)
         recorded = self.manifest["stages"][name]["files"]
         damage = damage_in(folder, {file: recorded[file] for file in only or recorded})
         if damage is not None:
+            command = f"dotmoe {self.manifest[COMMAND]}"
+            if self.manifest[COMMAND] == "compare":  # Python's prune leaves such a run, too
+                command = "compare or prune"
             raise UserError(
-                f"{damage}. Delete {self._result_of(name)} and repeat the command that made it."
+                f"{damage}. Delete {self._result_of(name)} and repeat the {command} that made it."
             )
         return folder
 
@@ -269,7 +272,7 @@ class RunFolder:
         ranks call `make` together; the folder may hold checkpoints and partial files of a stopped
         process. Only rank zero calls `save`, which writes what `make` has not written itself.
         """
-        folder = self.stage(name)
+        folder = self.path_of(name)
         if broadcast_from_rank_zero(lambda: self._verify_or_prepare(name)):
             return raise_on_all_ranks(lambda: load(folder))
         started = time.monotonic()
@@ -295,7 +298,7 @@ class RunFolder:
         if self.has(name):
             self.verified(name)
             return True
-        folder = self.stage(name)
+        folder = self.path_of(name)
         stages = self.manifest["stages"]
         later = list(STAGES)[list(STAGES).index(name) :]
         if name in stages:
@@ -312,7 +315,7 @@ class RunFolder:
         return False
 
     def _record(self, name: str, seconds: float) -> None:
-        folder = self.stage(name)
+        folder = self.path_of(name)
         files = [RESULTS] if name == "evaluate" else []
         if name not in ("export", "evaluate"):
             paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
@@ -350,7 +353,7 @@ class RunFolder:
 
     def _result_of(self, name: str) -> Path:
         """Path of a stage's result: its folder, or for the evaluate stage one file in it."""
-        return self.stage(name) / RESULTS if name == "evaluate" else self.stage(name)
+        return self.path_of(name) / RESULTS if name == "evaluate" else self.path_of(name)
 
     def _write(self, manifest: dict[str, Any]) -> None:
         write_json(self.path / _MANIFEST, manifest)
@@ -358,7 +361,7 @@ class RunFolder:
 
     def _remove_unless_progress(self) -> None:
         """Remove what this process made, unless a stage is finished or has progress to resume."""
-        folders = [self.stage(name) for name in STAGES]
+        folders = [self.path_of(name) for name in STAGES]
         items = (item for folder in folders for item in folder.glob("*"))
         if (self.exists and self.manifest["stages"]) or any(map(_is_progress, items)):
             return

@@ -47,7 +47,7 @@ class RunResults:
         run = _finished_run(folder)
         self.folder = folder
         self.config = run.manifest["config"]
-        self.export = ExportRecord.load(run.stage("export"))
+        self.export = ExportRecord.load(run.path_of("export"))
         evaluated = run.verified("evaluate")
         self.files = {
             path.relative_to(evaluated).with_suffix("").as_posix(): _object(path)
@@ -57,7 +57,7 @@ class RunResults:
         in `of_others` are left out."""
         self.results = self.files["results"]
         self.splits = from_record(self.results["granularity"])
-        self.steps = {name: _steps(run.stage(name)) for name in ("align", "finetune")}
+        self.steps = {name: _steps(run.path_of(name)) for name in ("align", "finetune")}
         """Metrics of each step of the alignment and of the finetuning."""
         self.is_finetuned = run.manifest["command"] == "finetune"
         self.source: str = self.config["run"] if self.is_finetuned else run.model
@@ -70,7 +70,7 @@ class RunResults:
         """Name of the dense model for people: of a path, its last part."""
         self.name = self._name()
         """Name of the exported model in the report."""
-        exported = fingerprint(run.stage("export"))
+        exported = fingerprint(run.path_of("export"))
         dense = run.manifest["inputs"]["model"]
         self._exported_fingerprint = exported
         self._dense_fingerprint = dense
@@ -95,8 +95,10 @@ class RunResults:
             return "repaired"
         if self.is_finetuned:
             return "finetuned"
-        ours = "DOT-MoE (paper)" if self._is_by_papers_recipe else "dotmoe"
-        return str(self.config.get("method", "dot_moe")).replace("dot_moe", ours)
+        method: str = self.config.get("method", "dot_moe")
+        if method != "dot_moe":
+            return method
+        return "DOT-MoE (paper)" if self._is_by_papers_recipe else "dotmoe"
 
     @property
     def _is_by_papers_recipe(self) -> bool:
