@@ -18,7 +18,7 @@ from campaign_plan import Rates
 from campaign_rows import MODELS, Plan, rows_of, with_sources
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
-from dotmoe.measure.inspection.planner import Accelerator
+from dotmoe.measure.inspection.accelerators import Accelerator
 from dotmoe.method.layout import DROPPED, load_layouts, load_states
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_dense
@@ -324,3 +324,31 @@ def test_results_name_no_paths_and_no_single_questions():
         "loss": 2.0,
         "tasks": {"x": {"scores": [{"value": 0.5}]}},
     }
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        ("refitted static-refitted repaired", "refitted static-refitted"),
+        ("refitted static-refitted repaired static-repaired", "repaired static-repaired"),
+        ("repaired finetuned", "repaired"),
+        (
+            "repaired static-repaired finetuned static-finetuned",
+            "repaired static-repaired finetuned static-finetuned",
+        ),
+    ],
+)
+def test_the_front_page_shows_rows_that_are_trained_alike(made, shown):
+    """Else ours, trained for longer, would stand beside a rival that is not."""
+    answers = {kind: {"kl": 0.1, "kl_stderr": 0.01, "top1": 0.9} for kind in ("alike", "others")}
+    row = {"share": 0.5, "is_made": True, "measures": {"answers": answers}}
+    rows = [row | {"name": f"{name}-50", "what": name} for name in made.split()]
+    record = {"model": {"title": "A model"}, "rows": rows}
+    columns = {}
+    campaign_table.front_page(
+        {"file": record},
+        lambda rows, cells, words: columns.update(
+            {"method": [cells["method"](each) for each in rows]}
+        ),
+    )
+    assert columns["method"] == shown.split()
