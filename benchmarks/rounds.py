@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dotmoe.common.files import write_json
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 Measured = TypeVar("Measured")
 Name = TypeVar("Name")

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dotmoe.common.distributed import fsdp_mesh, local_part, mesh
-from dotmoe.measure.inspection.planner import ACCELERATORS, fit_to_memory
+from dotmoe.measure.inspection.accelerators import ACCELERATORS
+from dotmoe.measure.inspection.planner import fit_to_memory
 from dotmoe.measure.inspection.sizes import Sizes, Step, gathered, repair_memory, step_memory
 from dotmoe.method.align import Alignment, LearnedAssignment
 from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig, RepairConfig

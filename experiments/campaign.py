@@ -40,7 +40,8 @@ from dotmoe.models.config import LoadConfig
 from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import describe_dense
 from dotmoe.run.defaults import default_sources
-from dotmoe.run.folder import RunFolder, commit, provenance
+from dotmoe.run.folder import RunFolder
+from dotmoe.run.provenance import commit, provenance
 from idle_experts import drop_idle
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from dotmoe.common.tables import Table, in_time, table_of
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.evaluate.models import StockModel, loaded, model_folder
 from dotmoe.measure.inspection import inspect_model, stored_dtype
-from dotmoe.measure.inspection.planner import measured_here
+from dotmoe.measure.inspection.accelerators import measured_here
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import dense_config
 from dotmoe.models.sampling import Sampling, continuations

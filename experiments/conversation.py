@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import Values, write_json
+from dotmoe.common.files import Values, require_writable, write_json
 from dotmoe.common.options import ARGUMENT, at_least
 from dotmoe.common.progress import Progress, Update
 from dotmoe.measure.evaluate.generation import generated
@@ -22,7 +22,7 @@ from dotmoe.measure.evaluate.models import StockModel, loaded, model_folder
 from dotmoe.models.chat import asked
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.identity import FINGERPRINT, fingerprint
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 QUESTIONS = (
     "Hi! I run a small bakery and want to count what we sell. I know a little Python. "
@@ -70,6 +70,7 @@ def main() -> None:
     settings = settings_of(Settings, __doc__)
     record: Values = {"origin": "measured", "new_tokens": settings.new_tokens}
     try:
+        require_writable(settings.out)
         folders = [model_folder(name) for name in (settings.dense, settings.converted)]
         for side, folder in zip(("dense", "converted"), folders, strict=True):
             with Progress().bar(side) as update:

@@ -52,7 +52,7 @@ from dotmoe.models.stream import Stream
 from dotmoe.rivals.baselines.contract import balanced_kmeans, gated
 from dotmoe.run.config import RunConfig
 from dotmoe.run.finished import FinishedRun
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 Choice = Callable[[int, Tensor, Tensor], Tensor]
 """From a layer's number, its FFN's input [T, D] and hidden activations [T, N], the mask that

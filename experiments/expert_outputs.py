@@ -32,7 +32,7 @@ from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import GatedFFN
 from dotmoe.models.load import load_described
 from dotmoe.run.finished import FinishedRun
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 POINTS, EXPERTS_SHOWN, SEED = 1000, 16, 0
 """Approximate number of outputs for t-SNE, maximum number of experts, and seed of the sampling."""

@@ -31,7 +31,7 @@ from dotmoe.rivals.baselines import Baseline, active_share, routed_by_own
 from dotmoe.rivals.baselines.contract import next_token_loss
 from dotmoe.rivals.baselines.lte import soft_stage, stepped
 from dotmoe.run.finished import FinishedRun
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

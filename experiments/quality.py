@@ -27,7 +27,7 @@ from dotmoe.measure.evaluate.difference import difference
 from dotmoe.method.config import ExpertsConfig, RepairConfig
 from dotmoe.models.config import LoadConfig
 from dotmoe.run.config import RunConfig
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 REPAIRS = {"repaired": 0, "repaired, trained": 5}

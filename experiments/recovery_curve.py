@@ -31,7 +31,7 @@ from dotmoe.models.family import DenseModel, meta_model
 from dotmoe.models.load import load_described
 from dotmoe.run.config import finetune_recipe
 from dotmoe.run.finished import FinishedRun
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 from dotmoe.text.blocks import TokenBlocks, write_decontaminated
 from dotmoe.training.loop import train
 

@@ -30,7 +30,7 @@ from statistics import fmean
 from typing import Any
 
 from dotmoe.common.files import read_json, write_json
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))

@@ -34,7 +34,7 @@ from dotmoe.models.load import load_dense
 from dotmoe.rivals.baselines import METHODS, Baseline, SplitInputs, granularity_of, routed_by_own
 from dotmoe.run.config import RunConfig
 from dotmoe.run.finished import FinishedRun
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 from dotmoe.training.loop import train
 
 RIVALS = ("cmoe", "llama_moe_v2", "random_split")

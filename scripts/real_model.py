@@ -31,7 +31,8 @@ from dotmoe.measure.evaluate.difference import difference
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline.compare import text_tokens
 from dotmoe.run.config import RunConfig
-from dotmoe.run.folder import RunFolder, provenance
+from dotmoe.run.folder import RunFolder
+from dotmoe.run.provenance import provenance
 
 STAGES = ("calibrate", "align", "extract", "repair", "finetune", "export")
 

@@ -20,7 +20,7 @@ from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 from dotmoe.common.files import read_json, write_json
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs/tutorial.md", ROOT / "results/tutorial.json"

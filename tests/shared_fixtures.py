@@ -96,7 +96,7 @@ def _short_runs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dotmoe.measure.report.page.quality_svg", lambda *figures: b"<svg/>")
         patch.setattr("dotmoe.method.calibrate.ROUNDS", 2)
-        patch.setattr("dotmoe.run.folder.version", cache(version))
+        patch.setattr("dotmoe.run.provenance.version", cache(version))
         patch.setattr("os.fsync", lambda handle: None)
         yield
 

@@ -24,7 +24,7 @@ from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import formats_like
 from dotmoe.export.llama_cpp import LlamaCppRuntime
 from dotmoe.measure.evaluate.harness import require_harness
-from dotmoe.measure.inspection.planner import ACCELERATORS
+from dotmoe.measure.inspection.accelerators import ACCELERATORS
 from dotmoe.method.config import AlignConfig, RepairConfig
 from dotmoe.rivals.baselines import METHODS
 from dotmoe.rivals.baselines.contract import optimal_assignment

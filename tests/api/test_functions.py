@@ -406,3 +406,18 @@ def test_a_model_in_memory_is_compared_with_a_run(converted, loaded_model, text_
         assert found["perplexity"][side]["loss"] == expected["perplexity"][side]["loss"]
     with pytest.raises(UserError, match="which has its own"):
         dotmoe.evaluate(str(converted.folder), tokenizer=tokenizer, **how)
+
+
+def test_an_error_names_no_file_that_is_gone(loaded_model, tmp_path):
+    """The folder of a model in memory is removed with the run that did not begin."""
+    model = loaded_model["model"]
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    model.config.tie_word_embeddings = True
+    with pytest.raises(UserError) as caught:
+        dotmoe.convert(out=tmp_path / "run", data=iter([TEXT]), **loaded_model, **OPTIONS)
+    assert "in the loaded model differ" in str(caught.value)
+    assert str(tmp_path) not in str(caught.value)
+    chat = [[{"role": "user", "content": "Hi"}]]
+    with pytest.raises(UserError) as caught:
+        dotmoe.convert(loaded_model["model"].name_or_path, tmp_path / "x", data=chat, **OPTIONS)
+    assert str(tmp_path / "x") not in str(caught.value)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -204,6 +205,28 @@ def test_a_row_is_read_back_as_it_was_written():
     assert Row.from_record(record) == row
     assert (record["num_experts"], record["loss"], record["seed"]) == (8, 2.0, 0)
     assert {"active_std", "other_loss", "stderr"}.isdisjoint(record)
+
+
+def test_a_finetuned_row_is_measured_on_the_same_other_text(rows_of, tmp_path, out):
+    """Of a text that is longer than --eval-tokens, and than its default where that is not given."""
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join(f"{i} ships sailed; {i * 5 % 11} came back" for i in range(4_000)))
+    options = {"other_text": other, "eval_tokens": 512, "finetune_steps": 1}
+    rows = rows_of("static_pruning", **options, finetune_recipe="small")
+    assert [row["weights"] for row in rows[1:]] == ["frozen", "finetuned"]
+    assert len({row["other_ids_sha256"] for row in rows}) == 1
+    tuned = results_in(out / rows[-1]["run"])
+    assert tuned["moe"]["other"]["tokens"] == tuned["dense"]["other"]["tokens"] < 600
+
+
+def test_a_loss_on_other_tokens_of_the_other_text_is_not_shown():
+    dense = Measured(loss=2.0, window=9, other_loss=1.0, other_ids_sha256="a by 9")
+    rows = [Row(value="dense", measured=dense)]
+    for name in ("a by 9", "b by 9"):
+        rows.append(Row(value=name, measured=replace(dense, other_ids_sha256=name)))
+    shown = table({"rows": [row.to_record() for row in rows]})
+    place = [*shown.columns].index("other text")
+    assert [row[place] for row in shown.rows] == ["2.72", "2.72", None]
 
 
 def test_rows_that_windows_and_seeds_cannot_tell_apart_are_inconclusive():

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +85,7 @@ def test_break_even_is_told_of_given_rates():
     """By hand: 1.44 at batch 4, its inverse at 16: even in the middle of their logarithms, 8."""
     speeds = {("prefill", 512): [(1, 0.9)], ("decode", 128): [(1, 2.0), (4, 1.44), (16, 1 / 1.44)]}
     speeds["decode", 2048] = [(1, 1.01)]
+    speeds["decode", 4096] = [(1, 0.7)]
     spread = {1.01: 0.05}
     points = [
         {"point": {"name": name, "tokens": tokens, "batch": batch}, "speed_ratio": ratio}
@@ -91,11 +93,13 @@ def test_break_even_is_told_of_given_rates():
         for (name, tokens), rows in speeds.items()
         for batch, ratio in reversed(rows)
     ]
+    points[-1]["speed_ratio_quartiles"] = [1.03, 1.93]  # not as its ratio
     assert break_even(points) == [
         "prefill, 512 tokens: the MoE is slower at batch 1",
         "decode, 128 tokens: the MoE is faster at batch 1, 4; slower at batch 16; even at about 8, "
         "interpolated",
         "decode, 2,048 tokens: the MoE is inconclusive at batch 1",
+        "decode, 4,096 tokens: the MoE is inconclusive at batch 1",
     ]
 
 
@@ -164,3 +168,23 @@ def test_a_slow_spell_of_both_models_does_not_move_the_ratio_of_rounds():
     dense = [[2.0, 2.0], [20.0, 20.0], [4.0, 4.0]]
     moe = [[1.0, 1.0], [10.0, 10.0], [2.0, 2.0]]
     assert ratio_quartiles(dense, moe) == [2.0, 2.0]
+
+
+def test_a_file_that_cannot_take_the_result_is_refused_before_anything_is_measured(
+    pair, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("dotmoe.measure.bench._measured", lambda *given: pytest.fail("was paid"))
+    (tmp_path / "blocked").write_text("")
+    (tmp_path / "results.json").write_text('{"dense": {"loss": 1.0}}')
+    other = {side: {"name": f"another {side}"} for side in ("dense", "moe")}
+    (tmp_path / "bench.json").write_text(json.dumps(other))
+    for out, said in {
+        tmp_path: "is a folder. Name a file",
+        tmp_path / "blocked/bench.json": "cannot be written",
+        Path("/proc/self/bench.json"): "cannot be written",
+        tmp_path / "results.json": "exists and is no result of bench",
+        tmp_path / "bench.json": "is a result of another dense and another moe, another pair",
+    }.items():
+        config = BenchConfig(dense=pair / "dense", moe=pair / "mixtral", out=str(out), **SMALL)
+        with pytest.raises(UserError, match=said):
+            bench(config)

@@ -6,6 +6,7 @@ Oracles: the tokenizer, document by document, and the shares counted at every mo
 import copy
 import itertools
 import json
+import os
 import random
 from types import SimpleNamespace
 
@@ -211,6 +212,14 @@ def test_reading_goes_on_where_it_was_stopped(
     with pytest.raises(stop):
         packed(*names, data_weights=weights, tokenizer=tokenizer)
     write(long, "another line\n" * 3_000)  # what was kept of the text before is not used
+    packed(*names, data_weights=weights, tokenizer=tokenizer)
+    assert seen[-3:] == [0, 0, 0]
+    breaks.append(300)
+    with pytest.raises(stop):
+        packed(*names, data_weights=weights, tokenizer=tokenizer)
+    times = long.stat()
+    write(long, "ANOTHER LINE\n" * 3_000)  # nor of one of the same size and time of change
+    os.utime(long, ns=(times.st_atime_ns, times.st_mtime_ns))
     packed(*names, data_weights=weights, tokenizer=tokenizer)
     assert seen[-3:] == [0, 0, 0]
 

@@ -201,7 +201,7 @@ def test_questions_that_leave_no_room_are_left_out_and_said(speaker, tmp_path, t
     assert "no question of" in command(*other.command()).refusal()
 
 
-def test_another_run_finds_the_answers_and_another_seed_does_not(speaker, tmp_path, monkeypatch):
+def test_another_run_finds_the_answers_and_another_text_does_not(speaker, tmp_path, monkeypatch):
     first = TinyRun("convert", speaker, tmp_path / "first", OPTIONS).made()
     again = first.at(tmp_path / "again", active=0.5)
     with monkeypatch.context() as patch:
@@ -209,7 +209,7 @@ def test_another_run_finds_the_answers_and_another_seed_does_not(speaker, tmp_pa
         again.made()
     name = "0_answers/fitted.jsonl"
     assert (again.folder / name).read_bytes() == (first.folder / name).read_bytes()
-    other = first.at(tmp_path / "other", seed=1).made()
+    other = first.at(tmp_path / "other", data_seed=1).made()
     assert (other.folder / name).read_bytes() != (first.folder / name).read_bytes()
 
 
@@ -403,3 +403,40 @@ def test_a_plan_counts_answers_to_rows_that_ask(speaker, tmp_path, text_file, co
 
     assert tokens_of_answers(asking_of(tmp_path)) > 0
     assert tokens_of_answers(text_file) == 0
+
+
+def test_both_models_end_where_the_models_settings_say(speaker, tmp_path, command):
+    """With all experts on, the export is the dense model: as many of its answers end."""
+    ends = list(range(40, 80))
+    settings = {"eos_token_id": ends, "transformers_version": "5.0.0"}
+    (speaker / "generation_config.json").write_text(json.dumps(settings))
+    whole = {name: value for name, value in OPTIONS.items() if name not in ("active", "shared")}
+    run = TinyRun("convert", speaker, tmp_path / "run", whole | {"active": 1.0, "shared": 0.0})
+    assert command(*run.command()).status == 0
+    for name in ("fitted", "alike", "others"):
+        for answer in read_answers(run.folder / f"0_answers/{name}.jsonl"):
+            inside = answer.ids[answer.answer_start : -1] if answer.finished else ()
+            assert not set(inside) & set(ends)
+    for kind in ("alike", "others"):
+        measured = run.results()["own_answers"]["moe"][kind]
+        assert measured["kl"] == pytest.approx(0, abs=1e-5)
+        assert measured["ended"] == measured["dense_ended"]
+        assert measured["ended"] > 0
+
+
+def test_runs_with_other_seeds_share_their_answers(speaker, tmp_path, command):
+    """The text has a seed of its own, so that seeds and methods are measured on one."""
+    runs = {
+        name: TinyRun("convert", speaker, tmp_path / name, OPTIONS | given).made()
+        for name, given in {
+            "first": {},
+            "seed": {"seed": 1},
+            "text": {"data_seed": 1},
+        }.items()
+    }
+    for name in ("fitted", "alike", "others"):
+        first, seed, text = (
+            read_answers(run.folder / f"0_answers/{name}.jsonl") for run in runs.values()
+        )
+        assert first == seed
+        assert first != text

@@ -10,7 +10,7 @@ from document_tables import paper_models
 from dotmoe.export.config import ExportConfig
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection import inspect_model
-from dotmoe.measure.inspection.planner import Accelerator
+from dotmoe.measure.inspection.accelerators import Accelerator
 from dotmoe.measure.inspection.sizes import Sizes, Step
 from dotmoe.method.config import AlignConfig, ExpertsConfig, RepairConfig
 from dotmoe.method.granularity import resolve

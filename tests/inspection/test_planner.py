@@ -6,8 +6,8 @@ import pytest
 from inspected_models import HERE, inspection, llama_3_8b, sizes, step
 
 from document_tables import paper_models
+from dotmoe.measure.inspection.accelerators import ACCELERATORS
 from dotmoe.measure.inspection.planner import (
-    ACCELERATORS,
     USABLE_SHARE,
     fit_to_memory,
     most_at_once,

@@ -9,15 +9,9 @@ from inspected_models import HERE, masked_model, sizes, step, tiny
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from dotmoe.measure.inspection.accelerators import ON_CPU, Accelerator, measured_here
 from dotmoe.measure.inspection.operations import Operations, total
-from dotmoe.measure.inspection.planner import (
-    ON_CPU,
-    Accelerator,
-    bytes_moved,
-    measured_here,
-    products,
-    seconds,
-)
+from dotmoe.measure.inspection.planner import bytes_moved, products, seconds
 from dotmoe.method import sparse
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import SOLUTIONS, repair

@@ -7,9 +7,10 @@ import time
 import pytest
 from safetensors.torch import load_file
 
+from dotmoe.common.errors import UserError
 from dotmoe.common.files import sha256_of
 from dotmoe.models import identity
-from dotmoe.models.identity import content_of, fingerprint
+from dotmoe.models.identity import cached_in, content_of, fingerprint
 from runs import TINY_CONVERT, TINY_FINETUNE, TinyRun, put_into, rewritten, words
 
 WIDE = {"hidden_size": 64, "intermediate_size": 2048, "num_hidden_layers": 3}
@@ -126,3 +127,11 @@ def test_a_dense_model_that_changed_is_no_baseline_of_its_conversion(
             said = command("evaluate", model, **line, **text).refusal()
             assert "files have changed since" in said
     assert command("evaluate", copied, **text).status == 0
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_cache_that_cannot_be_made_names_its_variable(name, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+    with pytest.raises(UserError, match="environment variable XDG_CACHE_HOME"):
+        cached_in("answers")

@@ -285,3 +285,16 @@ def test_what_finished_nothing_leaves_nothing_but_a_users_files(finished, tmp_pa
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
     with pytest.raises(UserError, match="in the way"):
         convert(config)
+
+
+def test_an_export_that_was_edited_before_it_is_measured_is_refused(finished, command, tmp_path):
+    """Else the perplexity of one k would stand beside the parameters of another."""
+    made = finished.copied_to(tmp_path / "run")
+    (made.folder / "6_evaluate/results.json").unlink()
+    edited = made.folder / "5_export/config.json"
+    k = read_json(edited)["num_experts_per_tok"]
+    put_into(edited, num_experts_per_tok=k + 1)
+    said = command(*made.command()).refusal()
+    assert f"{edited} is {k + 1}, but the export was written and measured with {k}. Set" in said
+    put_into(edited, num_experts_per_tok=k)
+    assert command(*made.command()).status == 0

@@ -23,6 +23,7 @@ from dotmoe.cli.start import CONFIGS, start_of, with_open_defaults, with_start
 from dotmoe.cli.table import COMMANDS
 from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError
+from dotmoe.common.files import expanded, write_json
 from dotmoe.common.options import (
     ARGUMENT,
     REQUIRED,
@@ -321,6 +322,8 @@ def bench(
     with _called("bench", dense, moe, None, options, progress) as (config, bars):
         with bars.bar("bench") as update:
             result = bench_by(config, update)
+        if config.out is not None:
+            write_json(expanded(config.out), result)
         return Result(result, [bench_table(result)])
 
 
@@ -358,7 +361,8 @@ def _called(
         except BaseException as error:
             inputs.forget()
             if isinstance(error, UserError):
-                error.args = (_as_in_python(str(error), command),)
+                said = inputs.without_paths(str(error))
+                error.args = (_as_in_python(said, command),)
             raise
 
 

@@ -143,6 +143,17 @@ class Inputs:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
+    def without_paths(self, message: str) -> str:
+        """A message that says what was given, where it names a file that is not there any more."""
+        for path in self.written:
+            if path.exists():
+                continue
+            what = "the given text" if path.suffix == ".jsonl" else "the loaded model"
+            place = re.escape(str(path))
+            message = re.sub(rf"{place}/([\w.-]*\w)", rf"\1 of {what}", message)
+            message = re.sub(place, what, message)
+        return message
+
     def _partial(self) -> Path:
         """A path in the folder for what is being written: another call may write there as well."""
         require_one_process("a model or text in memory")

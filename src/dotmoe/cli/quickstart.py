@@ -19,7 +19,8 @@ from dotmoe.measure.report.sections import in_short, overview
 from dotmoe.models.source import EMBEDDED
 from dotmoe.pipeline.convert import convert
 from dotmoe.run.config import QuickstartConfig, RunConfig, recipe
-from dotmoe.run.folder import STAGES, provenance
+from dotmoe.run.folder import STAGES
+from dotmoe.run.provenance import provenance
 from dotmoe.text.config import DataConfig
 
 PROMPTS = (

@@ -208,6 +208,20 @@ def require_outside_models(out: Path) -> None:
             raise UserError(f"{out} is inside {folder}, a model. Choose another folder.")
 
 
+def require_writable(file: Path) -> None:
+    """Refuse a file that cannot be written, before anything is paid; its folder is made."""
+    if file.is_dir():
+        raise UserError(f"{file} is a folder. Name a file to write.")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be written ({error.strerror}). Name another file."
+        ) from error
+
+
 def new_folder(out: Path) -> Path:
     """Resolved path for a new folder; its parent is created if it does not exist.
 

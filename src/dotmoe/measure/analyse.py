@@ -20,7 +20,7 @@ from dotmoe.models.family import DenseModel
 from dotmoe.models.identity import FINGERPRINT
 from dotmoe.models.load import load_described
 from dotmoe.run.finished import FinishedRun
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 UTILISATION = "expert_utilisation"
 """Name of the result, and of its file in `6_evaluate/analysis`."""

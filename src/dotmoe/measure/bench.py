@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from dotmoe.common.distributed import resolved_device
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import Values
+from dotmoe.common.files import Values, expanded, read_json, require_writable
 from dotmoe.common.options import checked
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.tables import Table, in_bytes, table_of
@@ -33,7 +33,7 @@ from dotmoe.measure.evaluate.models import gguf_file, loaded, model_folder
 from dotmoe.models.config import LoadConfig, is_gguf
 from dotmoe.models.hooks import cached
 from dotmoe.models.identity import FINGERPRINT, fingerprint
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 PROTOCOL = (
     "Both models, each in its own process, are warmed up at each point and take turns in "
@@ -58,6 +58,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     is no such model or device, or no llama.cpp; if the context is too long, or memory too small.
     """
     config = _with_gguf_files(checked(config))
+    if config.out is not None:
+        _require_place(expanded(config.out), config)
     in_gguf = is_gguf(Path(config.moe))
     threads = config.threads or torch.get_num_threads()
     device = "cpu" if in_gguf else str(resolved_device(config.load.device))
@@ -109,6 +111,25 @@ def _with_gguf_files(config: BenchConfig) -> BenchConfig:
             "software. Give two GGUF files or two checkpoints."
         )
     return replace(config, dense=dense, moe=moe)
+
+
+def _require_place(file: Path, config: BenchConfig) -> None:
+    """Refuse a file that cannot be written, or that is anything but a result of this pair."""
+    require_writable(file)
+    if not file.exists():
+        return
+    try:
+        found = read_json(file)
+        names = [found[side]["name"] for side in ("dense", "moe")]
+    except (UserError, KeyError, TypeError):
+        raise UserError(
+            f"{file} exists and is no result of bench. Name another file, or delete it."
+        ) from None
+    if names != [config.dense, config.moe]:
+        raise UserError(
+            f"{file} is a result of {' and '.join(names)}, another pair. Name another file, or "
+            "delete it."
+        )
 
 
 def _require_clock(config: BenchConfig, threads: int, device: str) -> None:
@@ -188,9 +209,9 @@ def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
 def break_even(points: Sequence[Values]) -> list[str]:
     """Where the MoE is faster than the dense model and where not, a sentence for each context.
 
-    It is faster at a batch if both quartiles of its speedup over rounds exceed 1, slower if both
-    are below 1, else the batch is inconclusive. Between two batches with speedups on both sides of
-    1, the batch that breaks even is interpolated in logarithms.
+    It is faster at a batch if its ratio and both quartiles of its speedup over rounds exceed 1,
+    slower if all are below 1, else the batch is inconclusive. Between two batches with speedups on
+    both sides of 1, the batch that breaks even is interpolated in logarithms.
     """
     contexts = dict[tuple[str, int], list[Values]]()
     for row in points:
@@ -222,11 +243,11 @@ def _even_batch(smaller: Values, larger: Values) -> float:
 
 
 def _verdict(row: Values) -> str:
-    """Whether the MoE is faster or slower at a point, if both quartiles of the speedup say so."""
-    low, high = row["speed_ratio_quartiles"]
-    if low > 1:
+    """Whether the MoE is faster or slower at a point, if its ratio and both quartiles say so."""
+    said = (row["speed_ratio"], *row["speed_ratio_quartiles"])
+    if min(said) > 1:
         return "faster"
-    if high < 1:
+    if max(said) < 1:
         return "slower"
     return "inconclusive"
 

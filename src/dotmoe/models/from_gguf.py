@@ -32,7 +32,7 @@ from dotmoe.common.progress import Progress
 from dotmoe.models import tokenizer
 from dotmoe.models.gguf_header import require_sound_header
 from dotmoe.models.gguf_keys import ANOTHER, require_meaning
-from dotmoe.models.identity import cache_folder, content_of
+from dotmoe.models.identity import cached_in, content_of
 from dotmoe.models.stock import forget_versions, quiet_transformers, read_stock
 from dotmoe.models.tokenizer import from_parts
 
@@ -102,12 +102,11 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     file that Transformers cannot read completely.
     """
     require_package("accelerate", "gguf", f"{file}, a GGUF,")
-    cache = cache_folder()
+    cache = cached_in()
     of_file = sha256(str(file.resolve()).encode()).hexdigest()[:16]
     name = f"{of_file}-{_key_of(file)[:16]}"
     whole, config = cache / name, cache / f"{name}.config"
     wanted = config if config_only else whole
-    cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{of_file}.lock"):  # other ranks and processes wait, then find it
         if wanted.is_dir():
             os.utime(wanted)

@@ -57,7 +57,7 @@ def content_of(file: Path) -> str:
     sets the latter, so that a tool which restores the former does not hide a change.
     """
     file = file.resolve()
-    state = _state_of(file)
+    state = state_of(file)
     if state["bytes"] < _SLOW_BYTES:
         return sha256_of(file)
     name = hashlib.sha256(os.fsencode(file)).hexdigest()
@@ -67,7 +67,7 @@ def content_of(file: Path) -> str:
         return str(kept["sha256"])
     sha256 = sha256_of(file)
     changed = max(state["content_ns"], state["inode_ns"])
-    is_settled = time.time_ns() - changed > _SETTLED_NS and _state_of(file) == state
+    is_settled = time.time_ns() - changed > _SETTLED_NS and state_of(file) == state
     if is_settled:
         with suppress(OSError):  # without a place to keep it, it is made again
             write_json(entry, {"file": str(file), "state": state, "sha256": sha256})
@@ -79,6 +79,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
 
 
+def cached_in(name: str = "") -> Path:
+    """A folder below `cache_folder`, which is made; raises `UserError` where it cannot be."""
+    folder = cache_folder() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be made ({error.strerror}), but what can be used again is kept "
+            "there. Name another place by the environment variable XDG_CACHE_HOME."
+        ) from error
+    return folder
+
+
 def _kept_in(entry: Path) -> Values:
     """What `content_of` kept of a file; nothing if it kept nothing that can be read."""
     try:
@@ -87,7 +100,7 @@ def _kept_in(entry: Path) -> Values:
         return {}
 
 
-def _state_of(file: Path) -> Values:
+def state_of(file: Path) -> Values:
     """What changes when a file does."""
     stat = file.stat()
     times = {"content_ns": stat.st_mtime_ns, "inode_ns": stat.st_ctime_ns}

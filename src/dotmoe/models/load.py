@@ -286,9 +286,14 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
         model = read_weights(dense, torch.device("cpu"), stored if dtype == "auto" else dtype)
     else:
         model = _by_transformers(folder, dtype)
+        _take_generation_config(model, folder)
+    return model.requires_grad_(False).eval()
+
+
+def _take_generation_config(model: nn.Module, folder: Path) -> None:
+    """Give a model the generation settings of its checkpoint: they name tokens that end a turn."""
     if (folder / "generation_config.json").is_file():
         cast(Any, model).generation_config = read_stock(GenerationConfig, folder)
-    return model.requires_grad_(False).eval()
 
 
 def require_loadable(folder: Path) -> None:
@@ -379,6 +384,7 @@ def read_weights(
     head.weight = embedding.weight if is_tied else own
     for name, parameter in model.named_parameters():
         fill_own_rows(parameter, tensors, name)
+    _take_generation_config(model, dense.folder)
     return model
 
 

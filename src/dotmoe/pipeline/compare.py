@@ -30,7 +30,8 @@ from dotmoe.pipeline.rows import Measured, Row, on_answers, table
 from dotmoe.rivals.pruning import require
 from dotmoe.run.config import CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.run.defaults import with_sources
-from dotmoe.run.folder import OtherRunError, RunFolder, provenance
+from dotmoe.run.folder import OtherRunError, RunFolder
+from dotmoe.run.provenance import provenance
 from dotmoe.text.answers import asks_by_name
 from dotmoe.text.tokenise import TokenisedText
 
@@ -295,6 +296,7 @@ def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) ->
         run=str(out / row.run),
         out=str(out / name),
         data=replace(settings.data, seq_len=config.data.seq_len),
+        eval_tokens=config.eval_tokens,
         answers=replace(config.answers, answer_tokens=None),
         finetune=replace(settings.finetune, steps=config.finetune_steps),
         export=config.export,

@@ -40,6 +40,8 @@ class Measured:
     ids_sha256: str | None = None
     other_loss: float | None = None
     """Loss on the text of another domain."""
+    other_ids_sha256: str | None = None
+    """Which tokens and windows of that text these are."""
 
     @classmethod
     def of(cls, result: Mapping[str, Any], dense: Mapping[str, Any]) -> "Measured":
@@ -49,7 +51,9 @@ class Measured:
         values = {name: value for name, value in result.items() if name in names}
         values |= {"loss_above_dense": change, "loss_above_dense_stderr": stderr}
         if "other" in result:
-            values["other_loss"] = result["other"]["loss"]
+            other = result["other"]
+            values["other_loss"] = other["loss"]
+            values["other_ids_sha256"] = f"{other['ids_sha256']} by {other['window']}"
         return cls(**values)
 
 
@@ -193,7 +197,7 @@ def _columns(rows: Sequence[Row]) -> Columns:
         "bits per byte": lambda row: _shown(row.measured.bits_per_byte, "{:.3f}".format),
         "nats above dense": lambda row: _above(row, dense),
         "above the best": lambda row: _above(row, best),
-        "other text": lambda row: _shown(row.measured.other_loss, _as_perplexity),
+        "other text": lambda row: _on_other_text(row, dense),
         "KL, answers": lambda row: _kl(row.kl_alike, row.kl_alike_stderr),
         "KL, other answers": lambda row: _kl(row.kl_others, row.kl_others_stderr),
         "seeds": spread,
@@ -250,7 +254,11 @@ def _kl(kl: float | None, stderr: float | None) -> str | None:
     return None if kl is None else nats_with_error(kl, stderr, ".3f")
 
 
-def _as_perplexity(loss: float) -> str:
+def _on_other_text(row: Row, dense: Row) -> str | None:
+    """Perplexity on the other text; none if the dense model's is of other tokens or windows."""
+    loss = row.measured.other_loss
+    if loss is None or row.measured.other_ids_sha256 != dense.measured.other_ids_sha256:
+        return None
     return f"{math.exp(loss):.2f}"
 
 

@@ -22,7 +22,12 @@ from dotmoe.common.files import Values, read_json, write_json
 from dotmoe.common.options import values_of
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import Table
-from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
+from dotmoe.export.record import (
+    ExportRecord,
+    require_checksums,
+    require_written_k,
+    write_model_card,
+)
 from dotmoe.export.write import export
 from dotmoe.measure.evaluate import perplexity
 from dotmoe.measure.evaluate.answers_at_k import curve_in_short, curve_on_own_answers
@@ -49,7 +54,8 @@ from dotmoe.models.scoring import loss_of
 from dotmoe.pipeline.conversion import Conversion
 from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
-from dotmoe.run.folder import RESULTS, RunFolder, provenance
+from dotmoe.run.folder import RESULTS, RunFolder
+from dotmoe.run.provenance import provenance
 from dotmoe.text.answers import OwnAnswers, asks_by_name, own_answers
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import AnswersConfig
@@ -162,7 +168,7 @@ class Run:
                 identity=self.folder.manifest["inputs"]["model"],
                 tokens=asked_for,
                 heldout=how.heldout_answers,
-                seed=config.seed,
+                seed=data.data_seed,
                 first_round=_ROUND_OF_FINETUNING if self.is_finetuning else 0,
                 is_number_given=how.answer_tokens is not None,
                 progress=self.progress,
@@ -201,7 +207,10 @@ class Run:
         config, data = self.config, self.converted.data
 
         def write(folder: Path) -> None:
-            if other := self.converted.other_text:
+            other = self.converted.other_text
+            if text_of_run is not None and text_of_run.other is not None:
+                text_of_run.other.save(folder / OTHER)  # both are measured on the same tokens
+            elif other:
                 path, tokens = folder / OTHER, config.eval_tokens
                 write_windows(other, data, dense, path, tokens, self.progress)
             tokenise(
@@ -313,6 +322,7 @@ class Run:
         exports = {**(earlier or {}), "moe": exported}
 
         def measured() -> dict[str, Any]:
+            require_written_k(exported)
             record = ExportRecord.load(exported)
             context = min(map(context_of, exports.values()))
             self.texts = perplexity.cut_to_context(self.texts, context)
@@ -360,7 +370,7 @@ class Run:
         """Closeness of exports on held-out answers, by name; empty if there are none."""
         if not dense_states:  # no bar of nothing
             return {}
-        seed = self.config.seed
+        seed = self.converted.data.data_seed
         with self.progress.bar("held-out answers") as update:
             return on_own_answers(dense_states, dense.tokenizer, exports, self.own, seed, update)
 

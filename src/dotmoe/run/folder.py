@@ -8,22 +8,13 @@ of it are atomic, so the stages that it records are always the first ones, in or
 
 import hashlib
 import os
-import platform
-import shlex
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from dotmoe import __version__
 from dotmoe.common.distributed import broadcast_from_rank_zero, raise_on_all_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import (
@@ -40,6 +31,7 @@ from dotmoe.common.files import (
 )
 from dotmoe.common.options import COMMAND, differences, from_values, identity, values_of
 from dotmoe.models.source import EMBEDDED, at_revision
+from dotmoe.run.provenance import provenance
 
 STAGES = {
     "answers": "0_answers",
@@ -395,35 +387,3 @@ def _is_left_at_a_start(path: Path) -> bool:
 def _is_progress(path: Path) -> bool:
     """Whether a stage can resume from this file or folder."""
     return path.name in _PROGRESS or path.suffix == ".parts"
-
-
-def provenance(seed: int) -> dict[str, Any]:
-    """Command, versions, commit, hardware, seed and time, to write beside a result."""
-    program = Path(sys.argv[0])
-    name = "dotmoe" if program.stem == "__main__" else program.name
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    versions = {"python": platform.python_version(), "dotmoe": __version__}
-    for package in ("torch", "transformers", "safetensors", "datasets"):
-        with suppress(PackageNotFoundError):  # local text needs no datasets
-            versions[package] = version(package)
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join([name, *sys.argv[1:]]),
-        "commit": commit(),
-        "versions": versions,
-        "hardware": gpu or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
-        "threads": torch.get_num_threads(),
-        "seed": seed,
-    }
-
-
-@lru_cache
-def commit() -> str | None:
-    """Commit of dotmoe's source tree, with `+changes` if it is not clean; None outside git."""
-    root = Path(__file__).parents[3]
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
-    try:
-        name = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return name.strip() if (root / ".git").exists() else None

@@ -6,6 +6,7 @@ from typing import Any
 from dotmoe.common.options import Need
 from dotmoe.export.config import GGUF_DENSE, GGUF_NAMES
 from dotmoe.method.config import AlignConfig
+from dotmoe.text.sources import asks
 
 _OF_ALIGNMENT = tuple(field.name for field in fields(AlignConfig) if field.name != "steps")
 _OF_NEURONS = ("expert_size", "experts", "active", "active_experts")
@@ -33,10 +34,12 @@ def _cools(run: Any) -> bool:
     )
 
 
-def _shuffles(run: Any) -> bool:
-    """Whether a text is shuffled; where none is named, another error says so."""
+def _draws_text(run: Any) -> bool:
+    """Whether a text is shuffled or drawn; where none is named, the model may write it."""
     sources = run.data.data
-    return bool(run.data.shuffle_buffer) or not sources or any("dolmino" in it for it in sources)
+    if run.answers.heldout_answers or run.data.shuffle_buffer or not sources:
+        return True
+    return any("dolmino" in each or asks(each) for each in sources)
 
 
 def _compares(*methods: str) -> Any:
@@ -44,7 +47,7 @@ def _compares(*methods: str) -> Any:
     return lambda run: "all" in run.methods or any(name in run.methods for name in methods)
 
 
-_OF_TEXT = (Need(("data_seed",), "--shuffle-buffer", _shuffles),)
+_OF_TEXT = (Need(("data_seed",), "own answers or --shuffle-buffer", _draws_text),)
 _OF_EXPERTS = (
     Need(_OF_NEURONS, "--targets ffn or both", lambda run: run.experts.targets != "attention"),
     Need(_OF_REPAIR, "--repair", lambda run: run.repair),

@@ -30,7 +30,7 @@ from dotmoe.models.chat import (
     why_not_asked,
 )
 from dotmoe.models.family import DenseModel
-from dotmoe.models.identity import cache_folder
+from dotmoe.models.identity import cached_in
 from dotmoe.models.sampling import Continuation, Sampling, continuations
 from dotmoe.text.config import DataConfig
 from dotmoe.text.rows import Asking
@@ -367,8 +367,9 @@ class Answering:
         self._seed = seed
         self._progress = progress
         dtype = next(dense.model.parameters()).dtype
-        self._identity = f"{identity} {dtype}"
-        self._cache = cache_folder() / "answers"
+        ends = sorted(end_tokens(dense.model, dense.tokenizer))
+        self._identity = f"{identity} {dtype}, ends {ends}"
+        self._cache = cached_in("answers")
 
     def answers(
         self,
@@ -483,7 +484,6 @@ class Answering:
         """What `write` wrote for this key, here or in an earlier run."""
         text = json.dumps([self._identity, key], sort_keys=True, ensure_ascii=False)
         name = sha256(text.encode()).hexdigest()
-        self._cache.mkdir(parents=True, exist_ok=True)
         path = self._cache / f"{name}.jsonl"
         lock = FileLock(self._cache / f"{name}.lock")
         try:

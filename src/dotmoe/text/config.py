@@ -45,7 +45,8 @@ class DataConfig:
     """Size in documents of the shuffle buffer of each source that `datasets` reads; 0 keeps its own
     order. A buffer also shuffles the order of its files. Default: 10000 for `dolmino`, else 0."""
     data_seed: Annotated[int, at_least(0)] = 0
-    """Seed of the shuffle buffer."""
+    """Seed of the text: of own answers, which runs with another `seed` share, and of the shuffle
+    buffer."""
     seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens per block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
+from dotmoe.models.identity import state_of
 from dotmoe.text.blocks import block_writer
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import Continued, cut
@@ -78,8 +79,8 @@ def pack_sources(
     """
     records = [source_record(source, weight) for source, weight in sources_of(config)]
     files = [file for one in records for file in local_files(one["name"])]
-    changed = [(str(file), file.stat().st_mtime_ns) for file in files]
-    job = {"data": asdict(config), "max_tokens": max_tokens, "files": changed}
+    states = {str(file): state_of(file) for file in files}
+    job = {"data": asdict(config), "max_tokens": max_tokens, "files": states}
     on_progress(0, max_tokens)  # the time of the first documents counts
     with block_writer(path, config.seq_len, job) as writer:
         records = writer.state.get("sources", records)

@@ -53,6 +53,8 @@ class TokenisedText:
     heldout: TokenBlocks
     heldout_name: tuple[str, ...]
     """Name of the held-out text: its files, or a description of where its blocks come from."""
+    other: TokenBlocks | None
+    """The second text to measure on; None if there is none."""
     notes: tuple[str, ...]
     """What of the text that was asked for is missing; see `notes_on`."""
 
@@ -64,6 +66,7 @@ class TokenisedText:
             training=TokenBlocks.load(folder / _TRAINING),
             heldout=TokenBlocks.load(folder / _HELDOUT),
             heldout_name=tuple(record["heldout_name"]),
+            other=TokenBlocks.load(folder / OTHER) if (folder / OTHER).exists() else None,
             notes=notes_on(record),
         )
 

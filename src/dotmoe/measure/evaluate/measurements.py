@@ -13,7 +13,7 @@ from dotmoe.measure.config import EvaluateConfig
 from dotmoe.measure.evaluate import fidelity, generation, perplexity, task_tables, tasks
 from dotmoe.measure.evaluate.models import gguf_file, model_folder, sides_of
 from dotmoe.models.identity import FINGERPRINT, fingerprint
-from dotmoe.run.folder import provenance
+from dotmoe.run.provenance import provenance
 
 Measure = Callable[[EvaluateConfig, Progress], Values]
 Show = Callable[[Values], list[Table | str]]

@@ -22,7 +22,8 @@ from dotmoe.measure.evaluate.models import context_of, model_folder, require_unc
 from dotmoe.models.checkpoint import dtype_name
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import resolved_dtype
-from dotmoe.run.folder import STAGES, provenance
+from dotmoe.run.folder import STAGES
+from dotmoe.run.provenance import provenance
 
 SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
 

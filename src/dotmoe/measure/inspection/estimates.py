@@ -19,12 +19,8 @@ from dotmoe.export.format import EXPORTED
 from dotmoe.export.gguf_limits import room_in_llama_cpp
 from dotmoe.export.transformers_format import TransformersFormat, server_faults
 from dotmoe.measure.config import InspectConfig
-from dotmoe.measure.inspection.planner import (
-    ACCELERATORS,
-    Accelerator,
-    measured_here,
-    plan_step,
-)
+from dotmoe.measure.inspection.accelerators import ACCELERATORS, Accelerator, measured_here
+from dotmoe.measure.inspection.planner import plan_step
 from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
 from dotmoe.measure.inspection.stages import (
     SPLIT_LEFT_OUT,

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dotmoe.common.numbers import ceil_div
-from dotmoe.measure.inspection.planner import ADAM_BYTES, ASSIGNMENT_BYTES, Accelerator
+from dotmoe.measure.inspection.accelerators import Accelerator
+from dotmoe.measure.inspection.planner import ADAM_BYTES, ASSIGNMENT_BYTES
 from dotmoe.measure.inspection.sizes import FLOAT32, Sizes, exported_bytes
 from dotmoe.method.calibrate import OUTLIER_TOKENS, ROUNDS
 from dotmoe.method.repair import BATCH, HELD_OUT_ROWS, SOLUTIONS

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from dotmoe.common.numbers import ceil_div
 from dotmoe.measure.config import InspectConfig
+from dotmoe.measure.inspection.accelerators import Accelerator
 from dotmoe.measure.inspection.operations import Operation, Operations, total
-from dotmoe.measure.inspection.planner import USABLE_SHARE, Accelerator
+from dotmoe.measure.inspection.planner import USABLE_SHARE
 from dotmoe.measure.inspection.sizes import (
     FLOAT32,
     STREAMS,
