@@ -25,7 +25,7 @@ from dotmoe.export.record import ExportRecord
 from dotmoe.export.routers import at_routers
 from dotmoe.export.write import export
 from dotmoe.method.calibrate import contributions, routed_sums
-from dotmoe.method.layout import ALWAYS_ON, DROPPED, ExpertLayout
+from dotmoe.method.layout import ALWAYS_ON, DROPPED, ExpertLayout, columns_of
 from dotmoe.method.router import router_logits, top_k_mask
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
@@ -86,8 +86,7 @@ def expert_energies(dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor) 
     def look(layer: int, x_TD: Tensor) -> None:
         energy_TN = contributions(ffns[layer], x_TD).square_()
         owner_N = layout.expert_of_neuron_LN[layer].to(x_TD.device)
-        routed_N = owner_N >= 0
-        energy_TE = routed_sums(energy_TN[:, routed_N], owner_N[routed_N], layout.num_experts)
+        energy_TE = routed_sums(energy_TN, owner_N, layout.num_experts)
         logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
         runs_TE = top_k_mask(logits_TE, layout.active_experts)
         energies[layer] += (runs_TE * energy_TE).sum(dim=0).cpu()
@@ -104,11 +103,11 @@ def without_idlest(layout: ExpertLayout, energy_LE: Tensor, number: int) -> Expe
     router_LED = layout.router_LED[:, :kept].clone()
     for layer, energy_E in zip(layout.moe_layers, energy_LE, strict=True):
         kept_E = energy_E.argsort(stable=True)[number:].sort().values
-        # The last two places are those of the negative numbers ALWAYS_ON and DROPPED.
+        # The last two places are of neurons always on, which stay so, and of dropped ones.
         new_E = torch.full((layout.num_experts + 2,), DROPPED, dtype=expert_LN.dtype)
         new_E[kept_E] = torch.arange(kept, dtype=expert_LN.dtype)
-        new_E[ALWAYS_ON] = ALWAYS_ON
-        expert_LN[layer] = new_E[expert_LN[layer].long()]
+        new_E[layout.num_experts] = ALWAYS_ON
+        expert_LN[layer] = new_E[columns_of(expert_LN[layer].long(), layout.num_experts)]
         router_LED[layer] = layout.router_LED[layer, kept_E]
     return replace(layout, expert_of_neuron_LN=expert_LN, router_LED=router_LED)
 

@@ -25,7 +25,7 @@ from dotmoe.export.routers import (
     misrouted_share,
     outliers_in,
 )
-from dotmoe.method.layout import ALWAYS_ON, ExpertLayout, Layouts
+from dotmoe.method.layout import ExpertLayout, Layouts, columns_of
 from dotmoe.models.family import TARGETS, DenseModel, Target
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.on_disk import exported_on_disk, on_disk
@@ -348,9 +348,11 @@ def neuron_mask(
     chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
 ) -> Bool[Tensor, "T N"]:
     """Which units of a layer run for each token: R M^T as booleans (eq:moe_output)."""
-    # The last two columns of R stand for dropped neurons and for neurons that are always on.
+    # The last two columns of R are of neurons that are always on, and of dropped ones.
+    always_on = layout.num_experts
     shape = (len(chosen_TK), layout.num_experts + 2)
     runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
     runs_TE.scatter_(1, chosen_TK, True)
-    runs_TE[:, ALWAYS_ON] = True
-    return runs_TE[:, layout.expert_of_neuron_LN[layer].to(chosen_TK.device)]
+    runs_TE[:, always_on] = True
+    expert_N = layout.expert_of_neuron_LN[layer].to(chosen_TK.device)
+    return runs_TE[:, columns_of(expert_N, layout.num_experts)]

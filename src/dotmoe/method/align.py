@@ -36,6 +36,9 @@ from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import ParameterGroup, require_trainable, train
 
+UNASSIGNED = -3
+"""Stands in place of an expert number before the first assignment."""
+
 
 class LearnedAssignment:
     """Affinities and routers of one target's split layers, with their plans and masks.
@@ -67,19 +70,22 @@ class LearnedAssignment:
         )
         """Numbers of `router_dtype`, held in float32 so that the optimizer's moments are float32:
         in bfloat16 its mean of squares could only grow, as 0.999 of one rounds back to it."""
-        zeros_LE = affinity_LNE.new_zeros(affinity_LNE.shape[::2], dtype=torch.float64)
+        num_layers, num_units, num_columns = affinity_LNE.shape
+        zeros_LE = affinity_LNE.new_zeros(num_layers, num_columns, dtype=torch.float64)
         self.potential_LE = divided(zeros_LE, self.ranks)
         """Warm start of the solver: column potentials in units of affinity, in which a change of
         temperature hardly moves them."""
         self.shared = list[_SharedLayers]()
         """Router and plan of the current step, as its micro-batches use them."""
+        unassigned_LN = torch.full((num_layers, num_units), UNASSIGNED, device=dense.device)
+        has_shared_expert = split.columns > split.num_experts
         self.masking = Masking(
             routing=Routing(
                 active_experts=split.active_experts, surrogate=config.surrogate, own_dtype=is_native
             ),
-            expert_of_neuron_LN=torch.full(affinity_LNE.shape[:2], -1, device=dense.device),
+            expert_of_neuron_LN=unassigned_LN,
             router_LED=(),
-            fixed=(1.0,) * (split.columns - split.num_experts),
+            fixed=(1.0,) if has_shared_expert else (),
             first_layer=first,
             target=split.target,
         )
@@ -131,7 +137,7 @@ class LearnedAssignment:
         # Masks do not read the plan, they only give its gradient: one zero stands for all entries.
         zeros_LNE = torch.zeros((), device=assigned.device).expand(self.affinity_LNE.shape)
         masking.plan_LNE = self._share(plan.plan, zeros_LNE)
-        moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
+        moved = (assigned != before) & (before != UNASSIGNED)
         own_lN1 = assigned[own_rows(self.affinity_LNE)].unsqueeze(-1)
         chosen_lN = plan.plan.detach().gather(-1, own_lN1).squeeze(-1)
         metrics = {
@@ -261,7 +267,9 @@ class Alignment(Objective):
         metrics = dict[str, Tensor]()
         for part in self.parts:
             metrics |= part.begin(tau)
-        return metrics | {"tau": torch.tensor(tau, device=self.dense.device)} if metrics else {}
+        if not metrics:
+            return {}
+        return metrics | {"tau": torch.tensor(tau, device=self.dense.device)}
 
     def end(self) -> None:
         """Propagate the masks' gradients to affinities and routers."""

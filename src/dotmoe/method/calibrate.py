@@ -16,7 +16,7 @@ from dotmoe.common.seeds import generator_for
 from dotmoe.method.assignment import assigned
 from dotmoe.method.config import AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState
+from dotmoe.method.layout import AlignState, columns_of
 from dotmoe.method.masked import sums_by_expert
 from dotmoe.method.router import router_logits, top_k_mask
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
@@ -196,12 +196,10 @@ def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
 def routed_sums(
     values_TN: Float[Tensor, "T N"], expert_of_neuron_N: Int[Tensor, " N"], num_experts: int
 ) -> Float[Tensor, "T E"]:
-    """Sum over the neurons of each expert; neurons that are always on are left out.
-
-    None may be dropped: their number, -2, would count for the last expert.
-    """
-    columns = num_experts + 1
-    return sums_by_expert(values_TN, expert_of_neuron_N % columns, columns)[:, :num_experts]
+    """Sum over the neurons of each expert; those always on or dropped are left out."""
+    # One more column takes all neurons of no expert.
+    column_N = columns_of(expert_of_neuron_N, num_experts).clamp(max=num_experts)
+    return sums_by_expert(values_TN, column_N, num_experts + 1)[:, :num_experts]
 
 
 def router_aware_start(

@@ -27,6 +27,12 @@ DROPPED = -2
 """Stands in place of an expert number: the neuron is left out, and runs for no token."""
 
 
+def columns_of(expert_N: Int[Tensor, "*L N"], num_experts: int) -> Int[Tensor, "*L N"]:
+    """Column of each unit, 0 to E + 1: its expert, E if always on, E + 1 if dropped."""
+    expert_N = torch.where(expert_N == ALWAYS_ON, num_experts, expert_N)
+    return torch.where(expert_N == DROPPED, num_experts + 1, expert_N)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
     """Which expert each unit belongs to, and which experts run for a token.
@@ -57,10 +63,9 @@ class ExpertLayout:
         split_LN = expert_LN[self.moe_layers.start :]
         if not len(split_LN) or bool((split_LN == ALWAYS_ON).all(dim=1).any()):
             raise ValueError("only leading layers can be dense, and not all of them")
-        # For each split layer the counts of units dropped, always on, and of expert 0, 1, ...
-        rows = [torch.bincount(row - DROPPED, minlength=num_experts + 2) for row in split_LN]
-        counts = torch.stack(rows)
-        sizes_LE = counts[:, 2:]
+        column_LN = columns_of(split_LN, num_experts)
+        counts = torch.stack([row.bincount(minlength=num_experts + 2) for row in column_LN])
+        sizes_LE = counts[:, :num_experts]
         if bool((counts != counts[0]).any() or (sizes_LE != sizes_LE[0, 0]).any()):
             least, most = sizes_LE.aminmax()
             raise ValueError(f"experts are not balanced: {least} to {most} neurons")

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dotmoe.common.distributed import product_in_float32
-from dotmoe.method.layout import ExpertLayout
+from dotmoe.method.layout import ExpertLayout, columns_of
 from dotmoe.method.router import Routing, is_dense
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
 from dotmoe.models.hooks import computing, input_hooks
@@ -26,14 +26,14 @@ class Masking:
     routing: Routing
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
-    """Hard assignment M as expert numbers; numbers from E on are columns of `fixed`."""
+    """Hard assignment M as columns of R: experts 0 to E - 1, then the columns of `fixed`."""
     router_LED: Float[Tensor, "L E D"] | tuple[Float[Tensor, "E D"], ...]
     """Router rows of all layers, as one tensor or as one tensor per layer."""
     plan_LNE: Float[Tensor, "L N E"] | tuple[Float[Tensor, "N E"], ...] | None = None
     """Soft plan in the same form, or None; takes the assignment's gradient (eq:assignment_ste)."""
     fixed: tuple[float, ...] = ()
-    """Further columns of R, the same for all tokens: 1 for neurons that always run and belong to no
-    routed expert, 0 for neurons that never run."""
+    """Values of the columns E, E + 1, ... of R, the same for all tokens: 1 for neurons that always
+    run and belong to no routed expert, 0 for neurons that never run."""
     first_layer: int = 0
     """Layers before this one stay dense."""
     target: str = "ffn"
@@ -127,18 +127,20 @@ def masked_by(dense: DenseModel, *layouts: ExpertLayout) -> AbstractContextManag
 
 def maskings_of(dense: DenseModel, *layouts: ExpertLayout) -> list[Masking]:
     """One `Masking` for each layout, on the device of the model."""
-    return [
-        Masking(
-            routing=Routing(active_experts=part.active_experts),
-            expert_of_neuron_LN=part.expert_of_neuron_LN[part.moe_layers.start :].to(dense.device)
-            % (part.num_experts + 2),
-            router_LED=part.router_LED[part.moe_layers.start :].to(dense.device, torch.float32),
-            fixed=(0.0, 1.0),  # for DROPPED (-2) and ALWAYS_ON (-1)
-            first_layer=part.moe_layers.start,
-            target=part.target,
-        )
-        for part in layouts
-    ]
+    return [_masking_of(dense, layout) for layout in layouts]
+
+
+def _masking_of(dense: DenseModel, layout: ExpertLayout) -> Masking:
+    first = layout.moe_layers.start
+    expert_LN = layout.expert_of_neuron_LN[first:].to(dense.device)
+    return Masking(
+        routing=Routing(active_experts=layout.active_experts),
+        expert_of_neuron_LN=columns_of(expert_LN, layout.num_experts),
+        router_LED=layout.router_LED[first:].to(dense.device, torch.float32),
+        fixed=(1.0, 0.0),  # for neurons always on and dropped, as `columns_of` numbers them
+        first_layer=first,
+        target=layout.target,
+    )
 
 
 def masked_activation(

@@ -45,8 +45,9 @@ class LayerProblem:
     """What that norm multiplies by; None for the identity."""
     ffn: GatedFFN
     """The layer's FFN with its projections apart."""
-    expert_of_N: Tensor
-    """Expert of each input of the output projection, a number from 0."""
+    group_of_N: Tensor
+    """Group of each input of the output projection, in which the refit sums them: its expert, E if
+    it is dropped, E + 1 if it is always on."""
     parts: list[slice]
     """Rows of text that run at once: either all to fit or all held out."""
     num_fitted: int

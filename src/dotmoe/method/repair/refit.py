@@ -21,22 +21,22 @@ _COLUMNS = 2_048
 class NormalEquations:
     """Weighted sums over tokens for dW = argmin sum_t w_t ||z_t dW - r_t||^2, in float64.
 
-    `expert_of_N` has the expert of each column of z, a number from 0. Inside, columns are in the
-    order of the experts. They are summed by groups, so that of z^T z there is the upper triangle.
+    `group_of_N` has the group of each column of z, a number from 0. Inside, columns are in the
+    order of the groups. They are summed by groups, so that of z^T z there is the upper triangle.
     """
 
-    def __init__(self, expert_of_N: Tensor, width: int) -> None:
-        zeros = partial(torch.zeros, dtype=torch.float64, device=expert_of_N.device)
-        num_columns = len(expert_of_N)
-        self._order_N = expert_of_N.argsort(stable=True)
-        self._bounds = self._bounds_of_groups(expert_of_N)
+    def __init__(self, group_of_N: Tensor, width: int) -> None:
+        zeros = partial(torch.zeros, dtype=torch.float64, device=group_of_N.device)
+        num_columns = len(group_of_N)
+        self._order_N = group_of_N.argsort(stable=True)
+        self._bounds = self._bounds_of_groups(group_of_N)
         self.gram_NN = zeros(num_columns, num_columns)
         self.cross_ND = zeros(num_columns, width)
         self.missing = zeros(())
 
-    def _bounds_of_groups(self, expert_of_N: Tensor) -> list[int]:
+    def _bounds_of_groups(self, group_of_N: Tensor) -> list[int]:
         """First column of each group, and the number of all columns."""
-        return [*range(0, len(expert_of_N), _COLUMNS), len(expert_of_N)]
+        return [*range(0, len(group_of_N), _COLUMNS), len(group_of_N)]
 
     @in_float32()
     def add(self, hidden_TN: Tensor, missing_TD: Tensor, weight_T: Tensor) -> None:
@@ -85,8 +85,8 @@ class NormalEquationsByExpert(NormalEquations):
     Where an expert does not run, its columns of z are zero.
     """
 
-    def _bounds_of_groups(self, expert_of_N: Tensor) -> list[int]:
-        return [0, *expert_of_N.bincount().cumsum(0).tolist()]
+    def _bounds_of_groups(self, group_of_N: Tensor) -> list[int]:
+        return [0, *group_of_N.bincount().cumsum(0).tolist()]
 
     def _add_group(
         self, start: int, end: int, hidden_TM: Tensor, weighted_TD: Tensor, weight_T: Tensor
@@ -101,7 +101,7 @@ def equations(problem: LayerProblem) -> tuple[NormalEquations, NormalEquations]:
     device = problem.output.weight.device
     kind = NormalEquationsByExpert if device.type == "cpu" else NormalEquations
     width = problem.output.out_features
-    fitted, heldout = (kind(problem.expert_of_N, width) for _ in range(2))
+    fitted, heldout = (kind(problem.group_of_N, width) for _ in range(2))
     run = list[tuple[Tensor, Tensor]]()
 
     def keep(module: nn.Module, args: tuple[Tensor], product: Tensor) -> None:

@@ -20,7 +20,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.numbers import ceil_div
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits
-from dotmoe.method.layout import Layouts, splits_in
+from dotmoe.method.layout import ALWAYS_ON, DROPPED, Layouts, splits_in
 from dotmoe.method.masked import maskings_of
 from dotmoe.method.repair.problem import LARGEST_WEIGHT, LayerProblem, tokens_at_once
 from dotmoe.method.router import Routing
@@ -138,12 +138,10 @@ class Streams:
             dense_BTD, lacking = self._dense.hidden_BTD, self._ffn_lacks
         else:
             dense_BTD, lacking = self._attended_BTD, self._attention_lacks
-        masking = self.maskings[target]
         part = TARGETS[target]
         family = self._model.family
         layer = self._layers[index]
         norm = family.norm_after(layer, part)
-        expert_of_N = masking.expert_of_neuron_LN[index - self._first]
         return LayerProblem(
             layer=index,
             target=part,
@@ -155,7 +153,7 @@ class Streams:
             norm=norm,
             gain_D=family.gain(norm) if self._traits.norms_after else None,
             ffn=family.ffn(layer),
-            expert_of_N=part.of_columns(expert_of_N, self._model.config),
+            group_of_N=part.of_columns(self._groups(index, target), self._model.config),
             parts=self._parts,
             num_fitted=self._num_fitted,
             weight_BT=self._keep_inputs(self._token_weights(dense_BTD)),
@@ -163,6 +161,13 @@ class Streams:
             wanted_BTD=self._wanted_BTD,
             lacking=partial(lacking, index),
         )
+
+    def _groups(self, index: int, target: str) -> Tensor:
+        """Group of each unit as of `LayerProblem.group_of_N`."""
+        layout = self._layouts[target]
+        expert_N = layout.expert_of_neuron_LN[index].to(self._device)
+        group_N = torch.where(expert_N == DROPPED, layout.num_experts, expert_N)
+        return torch.where(expert_N == ALWAYS_ON, layout.num_experts + 1, group_N)
 
     def advance_masked(self, index: int) -> None:
         """Run the masked stream from where it stands in a layer to its end."""

@@ -16,6 +16,7 @@ from dotmoe.method.assignment import assigned
 from dotmoe.method.calibrate import block_inputs
 from dotmoe.method.config import AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
+from dotmoe.method.layout import columns_of
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, readout_of
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.scoring import hidden_states
@@ -179,7 +180,8 @@ def gated(
 ) -> Iterator[None]:
     """Within this context, each neuron is multiplied by its expert's gate, and no router runs.
 
-    `experts` maps each split layer to the experts of its neurons. `gate` takes a layer's number,
+    `experts` maps each split layer to the experts of its neurons, of which none may be
+    dropped. `gate` takes a layer's number,
     the input [T, D] of its FFN and the hidden activations [T, N], and returns the gates, [T, E].
     """
     family = dense.family
@@ -189,8 +191,9 @@ def gated(
 
     def weigh(layer: int, hidden: Tensor) -> Tensor:
         gate_TE = gate(layer, inputs[layer].flatten(0, -2), hidden.flatten(0, -2)).to(hidden.dtype)
-        # The last column stands for the neurons that are always on.
-        gate_TN = F.pad(gate_TE, (0, 1), value=1.0)[:, experts[layer].to(hidden.device)]
+        column_N = columns_of(experts[layer].to(hidden.device), gate_TE.shape[1])
+        # The last column is of the neurons that are always on.
+        gate_TN = F.pad(gate_TE, (0, 1), value=1.0)[:, column_N]
         return hidden * gate_TN.view_as(hidden)
 
     ffns = {layer: family.block(layers[layer], ffn) for layer in experts}

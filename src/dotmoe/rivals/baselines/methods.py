@@ -16,7 +16,14 @@ from dotmoe.common.files import save_tensors
 from dotmoe.common.progress import Update, no_update
 from dotmoe.method.calibrate import RidgeRouter, log_energy, routed_sums, unit_logits
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import ALWAYS_ON, AlignState, ExpertLayout, load_layouts, save_layouts
+from dotmoe.method.layout import (
+    ALWAYS_ON,
+    AlignState,
+    ExpertLayout,
+    columns_of,
+    load_layouts,
+    save_layouts,
+)
 from dotmoe.models.family import DenseModel
 from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
 from dotmoe.rivals.baselines.contract import LayerSplit, Own, SplitInputs, gated
@@ -194,7 +201,7 @@ def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
     if layout.granularity.dropped_size:
         raise UserError("router_steps trains a router, but static pruning has none. Set it to 0.")
     split = layout.granularity
-    expert_LN = layout.expert_of_neuron_LN % (split.num_experts + 1)
+    expert_LN = columns_of(layout.expert_of_neuron_LN, split.num_experts)
     in_order = torch.arange(split.units) // split.expert_size
     expert_LN[: split.first_dense_layers] = in_order.clamp(max=split.num_experts)
     return AlignState(
