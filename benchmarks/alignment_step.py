@@ -24,9 +24,9 @@ from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.method.align import Alignment
 from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
 from dotmoe.method.router import dense_only, router_losses
+from dotmoe.method.state import AlignState
 from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks

@@ -32,9 +32,9 @@ from dotmoe.method.config import (
     FinetuneConfig,
     RepairConfig,
 )
+from dotmoe.method.extract import extract
 from dotmoe.method.finetuning import finetune
 from dotmoe.method.granularity import DEFAULT_ACTIVE, resolve
-from dotmoe.method.layout import extract
 from dotmoe.method.repair import repair, repair_tokens
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import describe_dense, load_dense

@@ -38,10 +38,10 @@ from dotmoe.method.align import Alignment, LearnedAssignment
 from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig, RepairConfig
 from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState
 from dotmoe.method.masked import masked
 from dotmoe.method.repair import by_layer, streams, training
 from dotmoe.method.repair.refit import RIDGES
+from dotmoe.method.state import AlignState
 from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.models.hooks import recomputing

@@ -40,8 +40,9 @@ from dotmoe.common.options import ARGUMENT
 from dotmoe.measure.evaluate.difference import difference, nats_with_error
 from dotmoe.measure.evaluate.perplexity import heldout_perplexity
 from dotmoe.method.calibrate import RidgeRouter, block_inputs, calibrate, contributions, routed_sums
+from dotmoe.method.extract import extract
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import ExpertLayout, extract
+from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
 from dotmoe.method.router import top_k_mask
 from dotmoe.models.config import LoadConfig

@@ -24,10 +24,11 @@ from dotmoe.common.files import write_json
 from dotmoe.common.options import ARGUMENT
 from dotmoe.measure.evaluate.perplexity import heldout_perplexity
 from dotmoe.method.calibrate import block_inputs, unit_logits
+from dotmoe.method.extract import Extracted
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import load_described
-from dotmoe.rivals.baselines import Baseline, active_share, routed_by_own
+from dotmoe.rivals.baselines import active_share, routed_by_own
 from dotmoe.rivals.baselines.contract import next_token_loss
 from dotmoe.rivals.baselines.lte import soft_stage, stepped
 from dotmoe.run.finished import FinishedRun
@@ -63,7 +64,7 @@ def annealed(groups: list[dict[str, Any]], steps: int) -> tuple[AdamW, CosineAnn
 def measured(dense: DenseModel, found: FinishedRun, routers: list[Tensor]) -> dict[str, Any]:
     """Perplexity under the threshold, and the share of neurons that run."""
     shares: list[Tensor] = []
-    made = Baseline(layout=found.layouts[0], own={"router": torch.stack(routers).detach()})
+    made = Extracted(layout=found.layouts[0], own_router={"router": torch.stack(routers).detach()})
     with torch.no_grad(), routed_by_own("lte", dense, made, shares):
         heldout = {found.text.heldout_name: found.text.heldout}
         result = heldout_perplexity(dense.model, dense.tokenizer, heldout)
@@ -99,7 +100,7 @@ def main() -> None:
             print(f"soft {step}: {figures}", flush=True)
     results = {"soft": measured(dense, found, routers)}
     print(results["soft"]["loss"], results["soft"]["active"], flush=True)
-    made = Baseline(layout=layout, own={"router": torch.stack(routers).detach()})
+    made = Extracted(layout=layout, own_router={"router": torch.stack(routers).detach()})
     stage, decay = annealed(trained[:1], settings.hard_steps)
     for step, tokens_BT in enumerate(batches(settings.soft_steps, settings.hard_steps)):
         with routed_by_own("lte", dense, made):

@@ -24,14 +24,15 @@ from dotmoe.common.files import write_json
 from dotmoe.common.options import ARGUMENT
 from dotmoe.method.align import Alignment
 from dotmoe.method.calibrate import block_inputs, calibrate
-from dotmoe.method.layout import ExpertLayout, extract
+from dotmoe.method.extract import Extracted, extract
+from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked, masked_by
 from dotmoe.method.router import dense_only, router_losses
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import load_dense
-from dotmoe.rivals.baselines import METHODS, Baseline, SplitInputs, granularity_of, routed_by_own
+from dotmoe.rivals.baselines import METHODS, SplitInputs, granularity_of, routed_by_own
 from dotmoe.run.config import RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.provenance import provenance
@@ -127,8 +128,10 @@ def main() -> None:
     for method in RIVALS:
         made = _split(method, dense, found, settings)
 
-        def inside(method: str = method, made: Baseline = made) -> AbstractContextManager[Any]:
-            return routed_by_own(method, dense, made) if made.own else masked_by(dense, made.layout)
+        def inside(method: str = method, made: Extracted = made) -> AbstractContextManager[Any]:
+            if made.own_router:
+                return routed_by_own(method, dense, made)
+            return masked_by(dense, made.layout)
 
         methods[method] = list(errors(inside))
     record = {
@@ -144,7 +147,7 @@ def main() -> None:
         print(method, [f"{one['relative_mse']:.4f}" for one in result], flush=True)
 
 
-def _split(method: str, dense: DenseModel, found: FinishedRun, settings: Settings) -> Baseline:
+def _split(method: str, dense: DenseModel, found: FinishedRun, settings: Settings) -> Extracted:
     """A method's split of every layer, each on the dense model's inputs."""
     config = found.config
     assert isinstance(config, RunConfig)
@@ -161,13 +164,14 @@ def _split(method: str, dense: DenseModel, found: FinishedRun, settings: Setting
     )
     with torch.no_grad():
         made = list(METHODS[method].split(inputs))
-    return Baseline(
+    own_router = {name: torch.stack([one.own[name] for one in made]) for name in made[0].own}
+    return Extracted(
         layout=ExpertLayout(
             expert_of_neuron_LN=torch.stack([one.expert_of_neuron_N for one in made]),
             router_LED=torch.stack([one.router_ED.float() for one in made]),
             active_experts=split.active_experts,
         ),
-        own={name: torch.stack([one.own[name] for one in made]) for name in made[0].own},
+        own_router=own_router or None,
     )
 
 

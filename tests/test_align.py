@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from dotmoe.common.errors import UserError
 from dotmoe.method.align import Alignment, align
 from dotmoe.method.config import AlignConfig, AssignmentConfig
+from dotmoe.method.extract import extract
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState, extract
 from dotmoe.method.masked import masked
+from dotmoe.method.state import AlignState
 from dotmoe.method.transport import balanced_plan, greedy_assignment, sinkhorn
 from runs import loaded, random_blocks
 

@@ -9,8 +9,8 @@ from dotmoe.method.align import Alignment, align
 from dotmoe.method.assignment import assigned, assignment_plan
 from dotmoe.method.calibrate import calibrate
 from dotmoe.method.config import AlignConfig, AssignmentConfig, CalibrateConfig
+from dotmoe.method.extract import extract
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import extract
 from dotmoe.method.transport import TransportPlan
 from dotmoe.run.config import recipe
 from runs import random_blocks

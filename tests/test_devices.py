@@ -17,9 +17,9 @@ from dotmoe.method.config import (
     FinetuneConfig,
     RepairConfig,
 )
+from dotmoe.method.extract import extract
 from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import extract
 from dotmoe.method.masked import masked
 from dotmoe.method.repair import repair
 from dotmoe.method.transport import greedy_assignment

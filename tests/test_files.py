@@ -27,7 +27,7 @@ from dotmoe.common.files import (
 from dotmoe.export.format import TensorSpec
 from dotmoe.export.gguf_file import write_gguf
 from dotmoe.export.transformers_format import write_checkpoint
-from dotmoe.method.layout import AlignState, save_states
+from dotmoe.method.state import AlignState, save_states
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e5])  # the last is infinite in 16 bits

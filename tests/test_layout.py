@@ -5,8 +5,10 @@ import torch
 
 from dotmoe.common.errors import UserError
 from dotmoe.method.config import AssignmentConfig
+from dotmoe.method.extract import extract
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import STATE, AlignState, ExpertLayout, extract, save_layouts, save_states
+from dotmoe.method.layout import ExpertLayout, save_layouts
+from dotmoe.method.state import STATE, AlignState, save_states
 
 
 def layout(**changes):

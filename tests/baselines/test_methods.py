@@ -13,8 +13,9 @@ from scipy.optimize import linear_sum_assignment
 from dotmoe.common.errors import UserError
 from dotmoe.method.calibrate import RidgeRouter, block_inputs, contributions
 from dotmoe.method.config import AssignmentConfig, CalibrateConfig
+from dotmoe.method.extract import extract, load_extracted, save_extracted
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import ALWAYS_ON, DROPPED, extract
+from dotmoe.method.layout import ALWAYS_ON, DROPPED
 from dotmoe.method.transport import greedy_assignment
 from dotmoe.rivals.baselines import (
     METHODS,
@@ -22,9 +23,7 @@ from dotmoe.rivals.baselines import (
     baseline,
     contract,
     granularity_of,
-    load_baselines,
     routed_by_own,
-    save_baselines,
     state_of,
 )
 from dotmoe.rivals.baselines.llama_moe_v2 import importance, most_listed
@@ -152,10 +151,10 @@ def test_dense_layers_stay_dense_and_what_is_saved_is_loaded(inputs_of, tmp_path
         "cmoe", replace(inputs, granularity=replace(inputs.granularity, first_dense_layers=1))
     )
     assert (made.layout.moe_layers.start, made.layout.granularity.shared_size) == (1, 2 * S)
-    save_baselines((made,), tmp_path)
-    (again,) = load_baselines(tmp_path)
+    save_extracted((made,), tmp_path)
+    (again,) = load_extracted(tmp_path)
     assert torch.equal(again.layout.expert_of_neuron_LN, made.layout.expert_of_neuron_LN)
-    assert torch.equal(again.own["representative"], made.own["representative"])
+    assert torch.equal(again.own_router["representative"], made.own_router["representative"])
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_fewer_tokens_than_experts_make_an_own_router_or_a_refusal(method, input
     inputs = inputs_of(method)
     inputs = replace(inputs, tokens_BT=inputs.tokens_BT[:1, :8])
     if METHODS[method].own:
-        assert set(baseline(method, inputs).own) == {"first", "second"}
+        assert set(baseline(method, inputs).own_router) == {"first", "second"}
     else:
         with pytest.raises(UserError, match=r"gives 8 tokens, but .* Raise calibration_tokens\.$"):
             baseline(method, inputs)
@@ -380,7 +379,7 @@ def test_cmoes_own_router_is_its_representatives_activation(dense, tokens_BT, in
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     with routed_by_own("cmoe", dense, made):
         found = mlp(x)
-    split = layout.expert_of_neuron_LN[1], made.own["representative"][1]
+    split = layout.expert_of_neuron_LN[1], made.own_router["representative"][1]
     expected = converted(mlp, *split, layout.active_experts, x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     target = dense.model(input_ids=tokens_BT).logits
@@ -461,7 +460,10 @@ def test_lte_runs_the_experts_over_the_threshold_and_comes_near_the_budget(dense
     shares = []
     with routed_by_own("lte", dense, made, shares):
         found = mlp(x)
-    over = 1 / (1 + np.exp(-(x.double().numpy() @ made.own["router"][1].double().numpy().T))) > 0.5
+    over = (
+        1 / (1 + np.exp(-(x.double().numpy() @ made.own_router["router"][1].double().numpy().T)))
+        > 0.5
+    )
     runs = torch.tensor(over[:, made.layout.expert_of_neuron_LN[1].numpy()])
     expected = mlp.down_proj(hidden_of(mlp, x) * runs)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -19,7 +19,8 @@ from campaign_rows import MODELS, Plan, rows_of, with_sources
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
 from dotmoe.measure.inspection.accelerators import Accelerator
-from dotmoe.method.layout import DROPPED, load_layouts, load_states
+from dotmoe.method.layout import DROPPED, load_layouts
+from dotmoe.method.state import load_states
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_dense
 from dotmoe.text import answers

@@ -24,10 +24,10 @@ from dotmoe.common.distributed import (
 from dotmoe.method.assignment import assignment_plan, rounded
 from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.method.granularity import Granularity, Splits
-from dotmoe.method.layout import AlignState, States
 from dotmoe.method.masked import Masking, masked
 from dotmoe.method.objective import Objective, taught_by_own_weights
 from dotmoe.method.router import Routing
+from dotmoe.method.state import AlignState, States
 from dotmoe.method.transport import TransportPlan
 from dotmoe.models.family import DenseModel
 from dotmoe.models.hooks import recomputing

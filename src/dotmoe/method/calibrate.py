@@ -16,9 +16,10 @@ from dotmoe.common.seeds import generator_for
 from dotmoe.method.assignment import assigned
 from dotmoe.method.config import AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import AlignState, columns_of
+from dotmoe.method.layout import columns_of
 from dotmoe.method.masked import sums_by_expert
 from dotmoe.method.router import router_logits, top_k_mask
+from dotmoe.method.state import AlignState
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import whole_weights

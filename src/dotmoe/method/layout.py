@@ -1,4 +1,4 @@
-"""Assignment of units to experts: affinities, their plans and rounding, and the resulting layout.
+"""The layout: which expert each unit belongs to, and the routers.
 
 Every method ends in an `ExpertLayout`, which is all that export, evaluation and report know of it.
 """
@@ -9,18 +9,15 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import is_finite, save_tensors
-from dotmoe.method.assignment import assignment_plan, rounded
-from dotmoe.method.config import AssignmentConfig
 from dotmoe.method.granularity import Granularity, Splits
 from dotmoe.models.family import TARGETS
 
-LAYOUT, STATE = "layout.safetensors", "state.safetensors"
-"""Files of stages that make layouts or states."""
+LAYOUT = "layout.safetensors"
+"""File of a stage that makes layouts."""
 ALWAYS_ON = -1
 """Stands in place of an expert number: the neuron runs for every token."""
 DROPPED = -2
@@ -141,9 +138,9 @@ def save_layouts(layouts: Layouts, folder: Path) -> None:
     metadata = {"format": "dotmoe-layout-1"}
     for each in layouts:
         expert_of_neuron = each.expert_of_neuron_LN.to(torch.int32)
-        tensors[in_file(each.target, "expert_of_neuron")] = expert_of_neuron
-        tensors[in_file(each.target, "router")] = each.router_LED.float()
-        metadata[in_file(each.target, "active_experts")] = str(each.active_experts)
+        tensors[key_of(each.target, "expert_of_neuron")] = expert_of_neuron
+        tensors[key_of(each.target, "router")] = each.router_LED.float()
+        metadata[key_of(each.target, "active_experts")] = str(each.active_experts)
     save_tensors(tensors, folder / LAYOUT, **metadata)
 
 
@@ -154,13 +151,13 @@ def load_layouts(folder: Path, name: str = LAYOUT) -> Layouts:
             metadata = file.metadata() or {}
             layouts = tuple(
                 ExpertLayout(
-                    expert_of_neuron_LN=file.get_tensor(in_file(each, "expert_of_neuron")).long(),
-                    router_LED=file.get_tensor(in_file(each, "router")),
-                    active_experts=int(metadata[in_file(each, "active_experts")]),
+                    expert_of_neuron_LN=file.get_tensor(key_of(each, "expert_of_neuron")).long(),
+                    router_LED=file.get_tensor(key_of(each, "router")),
+                    active_experts=int(metadata[key_of(each, "active_experts")]),
                     target=each,
                 )
                 for each in TARGETS
-                if in_file(each, "active_experts") in metadata
+                if key_of(each, "active_experts") in metadata
             )
         if not layouts:
             raise ValueError("it names no experts")
@@ -170,66 +167,6 @@ def load_layouts(folder: Path, name: str = LAYOUT) -> Layouts:
     return layouts
 
 
-def in_file(target: str, name: str) -> str:
+def key_of(target: str, name: str) -> str:
     """Name of a target's tensor or value in the files of a run; for FFNs it has no prefix."""
     return name if target == "ffn" else f"{target}.{name}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlignState:
-    """The affinities and routers that alignment learns, always float32."""
-
-    affinity_LNE: Float[Tensor, "L N F"]
-    """Score of unit n for expert e in each layer (A; "assignment logits" in the paper). If there is
-    a shared expert, the last column is the score for it."""
-    router_LED: Float[Tensor, "L E D"]
-    """Router rows."""
-    target: str = "ffn"
-    """What is split, a name of `TARGETS`."""
-
-
-States = tuple[AlignState, ...]
-"""The states of a model, one for each target: of FFNs, of attention, or of both in this order."""
-
-
-def save_states(states: States, folder: Path) -> None:
-    """Write the file `STATE` of a stage's folder."""
-    tensors = {}
-    for each in states:
-        tensors[in_file(each.target, "affinity")] = each.affinity_LNE
-        tensors[in_file(each.target, "router")] = each.router_LED
-    save_tensors(tensors, folder / STATE, format="dotmoe-state-1")
-
-
-def load_states(folder: Path, device: torch.device) -> States:
-    """Read what `save_states` wrote; the run folder has verified the file."""
-    tensors = load_file(folder / STATE, str(device))
-    return tuple(
-        AlignState(
-            affinity_LNE=tensors[in_file(target, "affinity")],
-            router_LED=tensors[in_file(target, "router")],
-            target=target,
-        )
-        for target in TARGETS
-        if in_file(target, "router") in tensors
-    )
-
-
-@torch.no_grad()
-def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> ExpertLayout:
-    """STAGE extract: round the plan at the final temperature to the layout that is exported.
-
-    Router rows are centred over experts first: this changes no routing, and keeps the gates of the
-    exported architecture closest to 1. All neurons of leading dense layers are always on.
-    """
-    plan = assignment_plan(config, state.affinity_LNE, split.capacity, config.tau_end)
-    centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
-    expert_of_neuron_LN = rounded(config, plan.plan, split.capacity).cpu()
-    expert_of_neuron_LN[expert_of_neuron_LN == split.num_experts] = ALWAYS_ON
-    expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
-    return ExpertLayout(
-        expert_of_neuron_LN=expert_of_neuron_LN,
-        router_LED=centred_LED.cpu(),
-        active_experts=split.active_experts,
-        target=split.target,
-    )

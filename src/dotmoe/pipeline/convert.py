@@ -25,15 +25,11 @@ from dotmoe.export.write import export_dtype, require_exportable
 from dotmoe.measure.inspection import chosen_in_time
 from dotmoe.method.align import Alignment, align
 from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers, pruning_errors
+from dotmoe.method.extract import Extracted, extract, load_extracted, save_extracted
 from dotmoe.method.granularity import Splits
-from dotmoe.method.layout import (
-    States,
-    extract,
-    load_states,
-    save_states,
-)
 from dotmoe.method.masked import masked_by
 from dotmoe.method.repair import repair_tokens
+from dotmoe.method.state import States, load_states, save_states
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import describe_dense, load_dense
 from dotmoe.models.on_disk import on_disk
@@ -42,7 +38,6 @@ from dotmoe.pipeline.conversion import Conversion
 from dotmoe.pipeline.device import fitting_the_device
 from dotmoe.pipeline.stages import Run
 from dotmoe.rivals import baselines
-from dotmoe.rivals.baselines import Baseline, Baselines
 from dotmoe.run.config import RunConfig
 from dotmoe.run.defaults import splits_for, with_defaults
 from dotmoe.run.folder import RunFolder
@@ -79,7 +74,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         return run.conversion()
 
 
-def _fitted(run: Run) -> tuple[DenseModel, Baselines, dict[str, Any]]:
+def _fitted(run: Run) -> tuple[DenseModel, tuple[Extracted, ...], dict[str, Any]]:
     """Run the stages up to the repair: the dense model, the layouts, and metrics."""
     config = run.config
     dense = load_dense(run.folder.model, config.load)
@@ -108,7 +103,7 @@ def _fitted(run: Run) -> tuple[DenseModel, Baselines, dict[str, Any]]:
 
 
 def _exports_enough(
-    run: Run, dense: DenseModel, extracted: Baselines, metrics: dict[str, Any]
+    run: Run, dense: DenseModel, extracted: tuple[Extracted, ...], metrics: dict[str, Any]
 ) -> bool:
     """Export and measure; whether the export keeps as much as the run is asked to keep."""
     layouts = tuple(each.layout for each in extracted)
@@ -225,20 +220,22 @@ def _align(run: Run, dense: DenseModel, splits: Splits, start: States) -> States
     return run.run_stage("align", load, make, save=save_states)
 
 
-def _extract(run: Run, dense: DenseModel, splits: Splits, states: States | None) -> Baselines:
+def _extract(
+    run: Run, dense: DenseModel, splits: Splits, states: States | None
+) -> tuple[Extracted, ...]:
     """The layouts: rounded from aligned states, or made directly by a method without training."""
 
-    def make(folder: Path) -> Baselines:
+    def make(folder: Path) -> tuple[Extracted, ...]:
         if states is None:
             return _split_by_baseline(run, dense, splits)
         pairs = zip(states, splits, strict=True)
         layouts = (extract(state, split, run.config.assignment) for state, split in pairs)
-        return broadcast_from_rank_zero(lambda: tuple(Baseline(layout=each) for each in layouts))
+        return broadcast_from_rank_zero(lambda: tuple(Extracted(layout=each) for each in layouts))
 
-    return run.run_stage("extract", baselines.load_baselines, make, save=baselines.save_baselines)
+    return run.run_stage("extract", load_extracted, make, save=save_extracted)
 
 
-def _split_by_baseline(run: Run, dense: DenseModel, splits: Splits) -> Baselines:
+def _split_by_baseline(run: Run, dense: DenseModel, splits: Splits) -> tuple[Extracted, ...]:
     """Experts and routers of a method other than DOT-MoE."""
     config = run.config
     inputs = partial(
@@ -254,13 +251,15 @@ def _split_by_baseline(run: Run, dense: DenseModel, splits: Splits) -> Baselines
         return tuple(split_by(inputs(granularity=split)) for split in splits)
 
 
-def _measure_unexported(run: Run, dense: DenseModel, extracted: Baselines) -> dict[str, Any]:
+def _measure_unexported(
+    run: Run, dense: DenseModel, extracted: tuple[Extracted, ...]
+) -> dict[str, Any]:
     """Perplexity before the repair, and with the method's own router if no export can hold it."""
     results, first = {}, extracted[0]
     if run.config.repair:
         frozen = masked_by(dense, *(each.layout for each in extracted))
         results["frozen"] = run.perplexity_within(frozen, "before repair", dense)
-    if first.own and run.config.baseline.split_router == "own":
+    if first.own_router and run.config.baseline.split_router == "own":
         shares = list[Tensor]()
         routed = baselines.routed_by_own(run.config.method, dense, first, shares)
         own = run.perplexity_within(routed, "its own router", dense)

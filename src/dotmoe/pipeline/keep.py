@@ -31,8 +31,9 @@ from dotmoe.measure.evaluate.own_answers import (
 )
 from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers, pruning_errors
 from dotmoe.method.config import RepairConfig
+from dotmoe.method.extract import extract
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import ExpertLayout, extract
+from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
 from dotmoe.method.repair import repair, repair_tokens
 from dotmoe.method.repair.streams import replaced_weights

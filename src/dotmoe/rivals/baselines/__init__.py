@@ -6,14 +6,10 @@ Each file describes its method and how ours differs; `contract.py` defines the i
 
 from dotmoe.rivals.baselines.contract import SplitInputs as SplitInputs
 from dotmoe.rivals.baselines.methods import METHODS as METHODS
-from dotmoe.rivals.baselines.methods import Baseline as Baseline
-from dotmoe.rivals.baselines.methods import Baselines as Baselines
 from dotmoe.rivals.baselines.methods import Method as Method
 from dotmoe.rivals.baselines.methods import active_share as active_share
 from dotmoe.rivals.baselines.methods import baseline as baseline
 from dotmoe.rivals.baselines.methods import granularity_of as granularity_of
-from dotmoe.rivals.baselines.methods import load_baselines as load_baselines
 from dotmoe.rivals.baselines.methods import routed_by_own as routed_by_own
-from dotmoe.rivals.baselines.methods import save_baselines as save_baselines
 from dotmoe.rivals.baselines.methods import state_of as state_of
 from dotmoe.rivals.config import BaselineConfig as BaselineConfig

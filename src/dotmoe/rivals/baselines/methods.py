@@ -2,28 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import save_tensors
 from dotmoe.common.progress import Update, no_update
 from dotmoe.method.calibrate import RidgeRouter, log_energy, routed_sums, unit_logits
+from dotmoe.method.extract import Extracted
 from dotmoe.method.granularity import Granularity
-from dotmoe.method.layout import (
-    ALWAYS_ON,
-    AlignState,
-    ExpertLayout,
-    columns_of,
-    load_layouts,
-    save_layouts,
-)
+from dotmoe.method.layout import ALWAYS_ON, ExpertLayout, columns_of
+from dotmoe.method.state import AlignState
 from dotmoe.models.family import DenseModel
 from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
 from dotmoe.rivals.baselines.contract import LayerSplit, Own, SplitInputs, gated
@@ -61,35 +53,6 @@ METHODS = {
     "cmoe": Method(cmoe, has_shared_expert=True, own=by_representatives),
 }
 """Methods to compare DOT-MoE with, by command-line name; by names of `BASELINES`."""
-
-_OWN = "own_router.safetensors"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Baseline:
-    """The result of a method for one target: a layout, and the tensors of its own router if any."""
-
-    layout: ExpertLayout
-    own: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors of the method's own router, [L, ...], if no export can hold it: see `Method.own`."""
-
-
-Baselines = tuple[Baseline, ...]
-"""Results of a method, one for each target that is split."""
-
-
-def save_baselines(made: Baselines, folder: Path) -> None:
-    """Write `layout.safetensors`, and `own_router.safetensors` if there is such a router."""
-    save_layouts(tuple(each.layout for each in made), folder)
-    if own := made[0].own:  # of FFNs
-        save_tensors(own, folder / _OWN)
-
-
-def load_baselines(folder: Path) -> Baselines:
-    """Inverse of `save_baselines`."""
-    first, *others = load_layouts(folder)
-    own = load_file(folder / _OWN) if (folder / _OWN).exists() else {}
-    return Baseline(layout=first, own=own), *(Baseline(layout=layout) for layout in others)
 
 
 def granularity_of(method: str, split: Granularity) -> Granularity:
@@ -131,7 +94,7 @@ def granularity_of(method: str, split: Granularity) -> Granularity:
 
 
 @torch.no_grad()
-def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) -> Baseline:
+def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) -> Extracted:
     """Convert by a method of `METHODS`: its experts, with its own router or a ridge regression.
 
     `inputs.granularity` must come from `granularity_of`.
@@ -151,32 +114,35 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
         on_progress(index + 1, inputs.dense.widths.layers)
     expert_of_neuron_LN = torch.stack(experts)
     expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
-    return Baseline(
+    own_router = {name: torch.stack([own[name] for own in owns]) for name in owns[0]}
+    return Extracted(
         layout=ExpertLayout(
             expert_of_neuron_LN=expert_of_neuron_LN,
             router_LED=torch.stack(routers),
             active_experts=split.active_experts,
             target=split.target,
         ),
-        own={name: torch.stack([own[name] for own in owns]) for name in owns[0]},
+        own_router=own_router or None,
     )
 
 
 def routed_by_own(
-    method: str, dense: DenseModel, result: Baseline, shares: list[Tensor] | None = None
+    method: str, dense: DenseModel, made: Extracted, shares: list[Tensor] | None = None
 ) -> AbstractContextManager[None]:
     """Within this context, `dense.model` is the layout's MoE, routed by the method's own router.
 
     For measurements only: no stock architecture holds that router. Each call of a layer appends to
     `shares` the share of the neurons that run for each token, [T]; see `active_share`.
     """
-    layout = result.layout
+    layout = made.layout
     choose = METHODS[method].own
     split = layout.granularity
+    own_router = made.own_router
     assert choose is not None
+    assert own_router is not None
 
     def gate(layer: int, x_TD: Tensor, hidden_TN: Tensor) -> Tensor:
-        own = {name: tensor[layer].to(x_TD.device) for name, tensor in result.own.items()}
+        own = {name: tensor[layer].to(x_TD.device) for name, tensor in own_router.items()}
         runs_TE = choose(own, x_TD, hidden_TN, layout.active_experts)
         if shares is not None:
             neurons_T = runs_TE.sum(dim=1) * split.expert_size + split.shared_size
