@@ -21,7 +21,7 @@ from dotmoe.common import worker
 from dotmoe.common.distributed import fsdp_mesh
 from dotmoe.export.config import GgufConfig
 from dotmoe.export.write import export
-from dotmoe.method.calibrate import ROUNDS
+from dotmoe.method.calibrate import START_ROUNDS
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from runs import (
     REQUIRED,
@@ -95,7 +95,7 @@ def _short_runs():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dotmoe.measure.report.page.quality_svg", lambda *figures: b"<svg/>")
-        patch.setattr("dotmoe.method.calibrate.ROUNDS", 2)
+        patch.setattr("dotmoe.method.calibrate.START_ROUNDS", 2)
         patch.setattr("dotmoe.run.provenance.version", cache(version))
         patch.setattr("os.fsync", lambda handle: None)
         yield
@@ -105,7 +105,7 @@ def _short_runs():
 def all_rounds():
     """A module that uses this has all rounds of a start from data."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dotmoe.method.calibrate.ROUNDS", ROUNDS)
+        patch.setattr("dotmoe.method.calibrate.START_ROUNDS", START_ROUNDS)
         yield
 
 

@@ -51,7 +51,7 @@ def test_planted_experts_are_found_with_the_router_that_runs_them(seed):
 
 @pytest.mark.parametrize("rounds", [0, 10])
 def test_the_neurons_of_largest_energy_start_in_the_shared_expert(rounds, monkeypatch):
-    monkeypatch.setattr("dotmoe.method.calibrate.ROUNDS", rounds)
+    monkeypatch.setattr("dotmoe.method.calibrate.START_ROUNDS", rounds)
     is_strong, generator = torch.arange(32) % 4 == 0, torch.Generator().manual_seed(0)
     x_TD, energy_TN = (torch.rand(90, width, generator=generator) for width in (6, 32))
     energy_TN += 5 * is_strong

@@ -37,7 +37,7 @@ SPLIT = Granularity(num_experts=E, expert_size=S, active_experts=K)
 
 @pytest.fixture(autouse=True)
 def _one_start(monkeypatch):
-    monkeypatch.setattr(contract, "STARTS", 1)
+    monkeypatch.setattr(contract, "KMEANS_STARTS", 1)
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_contiguous_split_cuts_where_the_neurons_lie(inputs_of):
 
 
 def test_weight_clusters_join_rows_of_one_direction(dense, inputs_of, monkeypatch):
-    monkeypatch.setattr(contract, "STARTS", 8)
+    monkeypatch.setattr(contract, "KMEANS_STARTS", 8)
     generator = torch.Generator().manual_seed(0)
     truth = torch.arange(E).repeat(S)[torch.randperm(E * S, generator=generator)]
     directions = torch.randn(E, 64, generator=generator)

@@ -161,7 +161,7 @@ def test_the_start_reads_40_tokens_an_input_as_shares_and_rounds_at_a_hundredth(
         taus.append(named["tau"] / float(affinity.std()))
         return plan(affinity, **named)
 
-    monkeypatch.setitem(start.STARTS, "data", remember)
+    monkeypatch.setattr(start, "router_aware_start", remember)
     monkeypatch.setattr(assignment, "balanced_plan", solve)
     calibrate(dense, blocks, SPLIT, CalibrateConfig(), AssignmentConfig(), seed=0)
     assert taus == pytest.approx([0.01] * 20)

@@ -38,7 +38,7 @@ LAYERS_PER_DENSE = 12
 """Number of layers of which one at most is kept dense unasked: more would cost too much."""
 OUTLIER_TOKENS = 2048
 """Number of tokens on which layers are compared."""
-ROUNDS = 10
+START_ROUNDS = 10
 """Rounds of the start from data; each updates the router and then the experts."""
 
 
@@ -56,38 +56,59 @@ def calibrate(
     """Initial `AlignState` for the experts of `split`.
 
     Under torchrun every rank computes all layers, and all return the state of rank 0. The text is
-    read only for the start from data.
+    read only for the start from data. Raises a `UserError` as `RidgeRouter` does.
     """
     widths = dense.widths
-
-    def at_random(generator: torch.Generator, *layers: int) -> tuple[Tensor, Tensor]:
-        affinity = torch.randn(*layers, split.units, split.columns, generator=generator)
-        router = torch.randn(*layers, split.num_experts, widths.model, generator=generator)
-        return (affinity * _AFFINITY_STD).to(dense.device), (router * _ROUTER_STD).to(dense.device)
-
-    def from_data(index: int, x_TD: Tensor, share_TN: Tensor) -> tuple[Tensor, Tensor]:
-        generator = generator_for(seed, split.target, index)
-        if not bool(share_TN.any()):  # a block without output, such as a zeroed one
-            return at_random(generator)
-        share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
-        start = STARTS[config.start]
-        expert_N, router_ED = start(x_TD, share_TN, split, config, assignment, generator)
-        affinity_NE = F.one_hot(expert_N, split.columns).float()
-        return affinity_NE * (_AFFINITY_STD / affinity_NE.std()), router_ED
-
     if config.start == "random":
-        affinity_LNE, router_LED = at_random(generator_for(seed, split.target), widths.layers)
+        generator = generator_for(seed, split.target)
+        affinity_LNF, router_LED = _random_start(dense, split, generator, widths.layers)
     else:
-        starts = []
+        affinities, routers = [], []
         tokens_BT = blocks.drawn(config.tokens(widths.model))
         for index, (x_TD, energy) in enumerate(block_inputs(dense, tokens_BT, split.target)):
-            starts.append(from_data(index, x_TD, energy()))
+            generator = generator_for(seed, split.target, index)
+            affinity_NF, router_ED = _start_from_data(
+                dense, x_TD, energy(), split, config, assignment, generator
+            )
+            affinities.append(affinity_NF)
+            routers.append(router_ED)
             on_progress(index + 1, widths.layers)
-        affinity_LNE, router_LED = (torch.stack(parts) for parts in zip(*starts, strict=True))
+        affinity_LNF, router_LED = torch.stack(affinities), torch.stack(routers)
     if num_ranks() > 1:
-        torch.distributed.broadcast(affinity_LNE, src=0)
+        torch.distributed.broadcast(affinity_LNF, src=0)
         torch.distributed.broadcast(router_LED, src=0)
-    return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, target=split.target)
+    return AlignState(affinity_LNE=affinity_LNF, router_LED=router_LED, target=split.target)
+
+
+def _random_start(
+    dense: DenseModel, split: Granularity, generator: torch.Generator, *layers: int
+) -> tuple[Float[Tensor, "*L N F"], Float[Tensor, "*L E D"]]:
+    """Normal affinities and routers, of one layer or of so many."""
+    affinity = torch.randn(*layers, split.units, split.columns, generator=generator)
+    router = torch.randn(*layers, split.num_experts, dense.widths.model, generator=generator)
+    return (affinity * _AFFINITY_STD).to(dense.device), (router * _ROUTER_STD).to(dense.device)
+
+
+def _start_from_data(
+    dense: DenseModel,
+    x_TD: Tensor,
+    energy_TN: Tensor,
+    split: Granularity,
+    config: CalibrateConfig,
+    assignment: AssignmentConfig,
+    generator: torch.Generator,
+) -> tuple[Float[Tensor, "N F"], Float[Tensor, "E D"]]:
+    """Affinities that round to the experts of `router_aware_start`, and its router.
+
+    A block without output, such as a zeroed one, starts at random. `energy_TN` is overwritten, to
+    hold no second tensor of its size.
+    """
+    if not bool(energy_TN.any()):
+        return _random_start(dense, split, generator)
+    share_TN = energy_TN.div_(energy_TN.sum(dim=1, keepdim=True).clamp_min(_TINY))
+    expert_N, router_ED = router_aware_start(x_TD, share_TN, split, config, assignment, generator)
+    affinity_NF = F.one_hot(expert_N, split.columns).float()
+    return affinity_NF * (_AFFINITY_STD / affinity_NF.std()), router_ED
 
 
 @torch.no_grad()
@@ -147,22 +168,27 @@ def block_inputs(
     stream = Stream(dense, tokens_BT)
     part = TARGETS[target]
     for index, layer in enumerate(dense.family.layers(dense.model)):
-        inputs, heads = list[Tensor](), list[Tensor]()  # of the text's parts, in order
+        # Inputs of the block and of its output projection, part by part of the text.
+        inputs, heads = list[Tensor](), list[Tensor]()
         places = {0: dense.family.block(layer, part)}
         if target == "attention":
             places[1] = dense.family.output(layer, part)
-
-        def keep(place: int, x: Tensor, kept: tuple[list[Tensor], ...] = (inputs, heads)) -> None:
-            kept[place].append(x.flatten(0, -2))
-
+        keep = partial(_keep, (inputs, heads))
         with whole_weights(dense, index):
+            # The stream itself advances below, behind the converted layer.
+            passing = stream if converted is None else stream.clone()
             with input_hooks(places, keep):
-                (stream if converted is None else stream.clone()).advance(index)
+                passing.advance(index)
+            del passing  # which takes memory
             x_TD = torch.cat(inputs)
             yield x_TD, partial(_energy, dense, layer, x_TD, heads)
             if converted is not None:
                 with converted(index):
                     stream.advance(index)
+
+
+def _keep(kept: tuple[list[Tensor], ...], place: int, x: Tensor) -> None:
+    kept[place].append(x.flatten(0, -2))
 
 
 @in_float32()
@@ -231,21 +257,12 @@ def router_aware_start(
     def router() -> Tensor:
         return fitted(log_energy(routed_sums(share_TN, expert_N, split.num_experts)))
 
-    for _ in range(ROUNDS):
+    for _ in range(START_ROUNDS):
         mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)
         mask_TE = F.pad(mask_TE, (0, split.columns - split.num_experts), value=1)
         affinity_NE = share_TN.T @ mask_TE
         expert_N = assigned(assignment, affinity_NE, split.capacity, relative_tau=START_TEMPERATURE)
     return expert_N, router()
-
-
-LayerStart = Callable[
-    [Tensor, Tensor, Granularity, CalibrateConfig, AssignmentConfig, torch.Generator],
-    tuple[Tensor, Tensor],
-]
-"""Maps a layer's inputs and the units' shares of energy to the expert of each unit and a router."""
-STARTS: dict[str, LayerStart] = {"data": router_aware_start}
-"""Starts that read text, by the names of `CalibrateConfig.start`; the other one is `random`."""
 
 
 def log_energy(energy_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:

@@ -139,11 +139,16 @@ class Student(nn.Module):
     def _allocate(self, device: torch.device, *, offload: bool) -> None:
         """Give storage to weights that have none; the others move to the device."""
         home = torch.device("cpu") if offload else device
-        rest = None if offload else device  # FSDP2 has put these in their places
+
+        def allocated(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device=home)
+            if offload:  # FSDP2 has put it in its place
+                return tensor
+            return tensor.to(device)
+
         # Like nn.Module.to_empty, which would empty buffers and routers, too.
-        self._apply(  # type: ignore[no-untyped-call]
-            lambda each: torch.empty_like(each, device=home) if each.is_meta else each.to(rest)
-        )
+        self._apply(allocated)  # type: ignore[no-untyped-call]
 
     def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
         """Read this rank's rows, and FFN projections whole, since any neuron may be among them."""

@@ -95,17 +95,24 @@ def targets_of(splits: Splits) -> str:
 
 
 def to_record(splits: Splits) -> dict[str, Any]:
-    """The form that files on disk record: the first split, with the next one as its `beside`."""
-    first, *others = splits
-    return asdict(first) | {"beside": to_record(tuple(others)) if others else None}
+    """The form that files on disk record: the first split, with the second one as its `beside`."""
+    if len(splits) == 1:
+        return asdict(splits[0]) | {"beside": None}
+    first, second = splits
+    return asdict(first) | {"beside": asdict(second) | {"beside": None}}
 
 
 def from_record(record: dict[str, Any]) -> Splits:
     """Inverse of `to_record`."""
-    values = dict(record)
-    beside = values.pop("beside", None)
-    first = Granularity(**values)
-    return (first, *from_record(beside)) if beside else (first,)
+    first = _without_beside(record)
+    beside = record.get("beside")
+    if not beside:
+        return (Granularity(**first),)
+    return (Granularity(**first), Granularity(**_without_beside(beside)))
+
+
+def _without_beside(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != "beside"}
 
 
 def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Splits:
@@ -182,8 +189,7 @@ def default_expert_size(ffn_width: int) -> int:
     best = 0
     for fewest in FEWEST_DEFAULT_EXPERTS:
         largest = min(PAPER_EXPERT_SIZE, ffn_width // fewest)
-        sizes = [size for size in fitting_sizes(ffn_width) if size <= largest]
-        best = max(sizes, key=lambda size: (size % 8 == 0, size % 4 == 0, size), default=0)
+        best = _best_aligned([size for size in fitting_sizes(ffn_width) if size <= largest])
         if best and best % 4 == 0:
             break
     if not best:
@@ -192,6 +198,15 @@ def default_expert_size(ffn_width: int) -> int:
             f"{FEWEST_DEFAULT_EXPERTS[-1]} neurons. Set experts or expert_size."
         )
     return best
+
+
+def _best_aligned(sizes: list[int]) -> int:
+    """The largest multiple of 8, else of 4, else the largest of all; 0 if there are none."""
+    for factor in (8, 4, 1):
+        multiples = [size for size in sizes if size % factor == 0]
+        if multiples:
+            return max(multiples)
+    return 0
 
 
 def fitting_sizes(units: int) -> list[int]:

@@ -60,13 +60,15 @@ def router_losses() -> Iterator[Callable[[], dict[str, Tensor]]]:
     """
     collected: _Collected = {}
 
+    def total(name: str) -> Tensor:
+        means = []
+        for layers in collected.values():
+            mean = torch.stack([losses[name] for losses in layers]).mean()
+            means.append(mean)
+        return torch.stack(means).sum()
+
     def totals() -> dict[str, Tensor]:
-        return {
-            name: torch.stack(
-                [torch.stack([each[name] for each in of]).mean() for of in collected.values()]
-            ).sum()
-            for name in ROUTER_LOSSES
-        }
+        return {name: total(name) for name in ROUTER_LOSSES}
 
     token = _COLLECTED.set(collected)
     try:

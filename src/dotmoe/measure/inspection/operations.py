@@ -14,7 +14,7 @@ from dotmoe.common.numbers import ceil_div
 from dotmoe.measure.inspection.accelerators import Accelerator
 from dotmoe.measure.inspection.planner import ADAM_BYTES, ASSIGNMENT_BYTES
 from dotmoe.measure.inspection.sizes import FLOAT32, Sizes, exported_bytes
-from dotmoe.method.calibrate import OUTLIER_TOKENS, ROUNDS
+from dotmoe.method.calibrate import OUTLIER_TOKENS, START_ROUNDS
 from dotmoe.method.repair import BATCH, HELD_OUT_ROWS, SOLUTIONS
 from dotmoe.method.sparse import whole_is_faster
 from dotmoe.run.config import RunConfig
@@ -152,7 +152,7 @@ class Operations:
         split, widths = self.sizes.split, self.sizes.widths
         width, layers = widths.model, widths.layers
         experts, units = split.num_experts, split.units
-        routers = ROUNDS + 1
+        routers = START_ROUNDS + 1
         a_router = (4 * tokens + 2 * width) * width * experts
         return [
             stream,
@@ -160,7 +160,7 @@ class Operations:
                 "energies of neurons",
                 Work(
                     held=4 * layers * units * width * tokens,
-                    single=layers * ROUNDS * 2 * tokens * experts * units,
+                    single=layers * START_ROUNDS * 2 * tokens * experts * units,
                     moved=layers * tokens * ENERGY_PASSES * FLOAT32 * units,
                 ),
                 "what each neuron adds to its layer's output; sums by experts, each round",
@@ -168,7 +168,7 @@ class Operations:
             Operation(
                 "ridge routers",
                 Work(
-                    single=layers * ROUNDS * 2 * tokens * experts * width,
+                    single=layers * START_ROUNDS * 2 * tokens * experts * width,
                     double=layers * (2 * tokens * width**2 + width**3 // 3 + routers * a_router),
                     moved=layers * tokens * INPUT_PASSES * 8 * width,
                 ),
@@ -177,7 +177,12 @@ class Operations:
             Operation(
                 "transport",
                 Work(
-                    moved=layers * ROUNDS * SOLVER_STEPS * ASSIGNMENT_BYTES * units * split.columns
+                    moved=layers
+                    * START_ROUNDS
+                    * SOLVER_STEPS
+                    * ASSIGNMENT_BYTES
+                    * units
+                    * split.columns
                 ),
                 "Newton steps on the plan of neurons and experts, each round",
             ),

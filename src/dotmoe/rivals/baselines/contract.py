@@ -23,8 +23,10 @@ from dotmoe.models.scoring import hidden_states
 from dotmoe.rivals.config import BaselineConfig
 from dotmoe.training.losses import IGNORED, distillation_loss, head_of, next_token_labels
 
-STARTS, ROUNDS = 4, 20
-"""Number of random k-means starts (the best is kept), and maximum rounds of each."""
+KMEANS_STARTS = 4
+"""Number of random k-means starts, of which the best is kept."""
+KMEANS_ROUNDS = 20
+"""Maximum number of rounds of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +128,7 @@ def balanced_clusters(
     num_clusters: int,
     generator: torch.Generator,
 ) -> Int[Tensor, " N"]:
-    """Clusters of equal size whose items score high; the best of `STARTS` random starts.
+    """Clusters of equal size whose items score high; the best of `KMEANS_STARTS` random starts.
 
     `score` maps memberships (1 for members, else 0) to the fit of each item to each cluster.
     """
@@ -136,7 +138,7 @@ def balanced_clusters(
         centre_E = torch.randperm(num_items, generator=generator)[:num_clusters]
         score_NE = score(F.one_hot(centre_E, num_items).T.float())
         best = -torch.inf, centre_E
-        for _ in range(ROUNDS + 1):
+        for _ in range(KMEANS_ROUNDS + 1):
             expert_N = assigned(AssignmentConfig(), score_NE, num_items // num_clusters)
             member_NE = F.one_hot(expert_N, num_clusters).float()
             score_NE = score(member_NE)
@@ -146,7 +148,7 @@ def balanced_clusters(
             best = total, expert_N
         return best
 
-    return max((from_random_centres() for _ in range(STARTS)), key=lambda start: start[0])[1]
+    return max((from_random_centres() for _ in range(KMEANS_STARTS)), key=lambda start: start[0])[1]
 
 
 def balanced_kmeans(
