@@ -328,13 +328,13 @@ def _repair(step: Step) -> None:
     solutions = by_layer._Solutions(dense, stored, RepairConfig(repair_epochs=1), 0, Path())
     solutions.metrics.append({"ridge": RIDGES[4]})
     for index in both.layers:
-        with whole_weights(dense, index), streams.replaced_weights(dense.model) as replace_weights:
+        with whole_weights(dense, index), streams.with_weights(dense.model) as replace_weights:
             both.advance_dense(index)
             with masked(dense, both.maskings.values(), only=[index]):
                 found, _ = solutions.solution(both.advance_to(index, "ffn"))
-                written = by_layer._interpolated(dense, found, 0.8)
+                written = by_layer._part_of_change(dense, found, 0.8)
                 stored = {name: weight.cpu() for name, weight in written.items()}
-                replace_weights(by_layer._interpolated(dense, stored, 1.25))
+                replace_weights(by_layer._whole_change(dense, stored, 0.8))
                 both.advance_masked(index)
 
 

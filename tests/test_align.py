@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_whole_loss_written_out(room, dense, blocks):
     originals = [layer.mlp for layer in layers]
     for index, layer in enumerate(layers):
         solved = sinkhorn(affinity[index].double(), capacity=room, tau=0.5, num_sweeps=400)
-        layer.mlp = WrittenOutFFN(layer.mlp, solved.plan.float(), room, router[index], losses)
+        layer.mlp = WrittenOutFFN(layer.mlp, solved.entries.float(), room, router[index], losses)
     logits = dense.model(input_ids=tokens).logits
     for layer, original in zip(layers, originals, strict=True):
         layer.mlp = original
@@ -137,7 +137,7 @@ def test_leading_dense_layers_are_neither_trained_nor_measured(dense, blocks, tm
                           (initial.router_LED, final.router_LED)):  # fmt: skip
         assert torch.equal(before[0], after[0])
         assert not torch.equal(before[1], after[1])
-    plan = balanced_plan(initial.affinity_LNE[1], capacity=split.expert_size, tau=1.0).plan
+    plan = balanced_plan(initial.affinity_LNE[1], capacity=split.expert_size, tau=1.0).entries
     hard = F.one_hot(greedy_assignment(plan, capacity=split.expert_size), E)
     gap = float((plan - hard).abs().sum(dim=-1).mean() / 2)
     assert metrics[1]["soft_hard_gap"] == pytest.approx(gap, abs=1e-5)

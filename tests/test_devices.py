@@ -115,7 +115,7 @@ def test_steps_of_a_repair_neither_wait_nor_copy(
     blocks, counts = TokenBlocks(tokens_BT.int()), {}
     layout = layout_of(dense(CPU), 6, active_experts=2, shared_size=24)
     for epochs, batch in ((1, 512), (1, 16), (3, 512), (3, 16)):
-        monkeypatch.setattr("dotmoe.method.repair.training.BATCH", batch)
+        monkeypatch.setattr("dotmoe.method.repair.ffn_training.BATCH", batch)
         config = RepairConfig(repair_epochs=epochs, repair_tokens=192)
         with stand_in_device() as device:
             folder = tmp_path / f"{epochs}-{batch}"

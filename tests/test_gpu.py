@@ -45,7 +45,7 @@ def test_a_gpu_gives_the_plan_the_gradient_and_the_rounding_of_the_cpu():
     found = []
     for place in ("cpu", GPU):
         leaf_NE = affinity(11_008, 86, std=0.3).to(place).requires_grad_()
-        plan_NE = balanced_plan(leaf_NE, capacity=128, tau=0.1).plan
+        plan_NE = balanced_plan(leaf_NE, capacity=128, tau=0.1).entries
         (slope_NE,) = torch.autograd.grad(plan_NE, leaf_NE, affinity(11_008, 86, seed=1).to(place))
         of_cpu_NE = found[0][0] if found else plan_NE.detach()
         expert_N = greedy_assignment(of_cpu_NE.to(place), capacity=128)

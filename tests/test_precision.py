@@ -67,7 +67,7 @@ def logits():
 
 def solver():
     affinity = torch.randn(60, 12, requires_grad=True)
-    balanced_plan(affinity, capacity=5, tau=0.1).plan[0, 0].backward()
+    balanced_plan(affinity, capacity=5, tau=0.1).entries[0, 0].backward()
 
 
 def gram():

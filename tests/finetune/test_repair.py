@@ -182,7 +182,7 @@ def test_training_that_held_out_rows_do_not_gain_from_is_dropped(
     dense_of, layout_of, text, tmp_path, monkeypatch
 ):
     """Then the refit is kept, which changes the output projection alone."""
-    monkeypatch.setattr("dotmoe.method.repair.training._RATE", 1e4)
+    monkeypatch.setattr("dotmoe.method.repair.ffn_training._RATE", 1e4)
     dense = dense_of("llama")
     before = {name: value.clone() for name, value in dense.model.state_dict().items()}
     config = RepairConfig(repair_tokens=960, repair_epochs=2)
@@ -201,7 +201,7 @@ def test_four_fifths_of_what_training_changes_are_kept(
     layout, before, changes = layout_of(dense, 6), dense.model.state_dict(), []
     for folder, kept in (("as it is", None), ("whole", 1.0)):
         if kept:
-            monkeypatch.setattr("dotmoe.method.repair.by_layer._KEPT", kept)
+            monkeypatch.setattr("dotmoe.method.repair.by_layer._SHARE_OF_CHANGE", kept)
         repair(dense, (layout,), text, config, seed=0, folder=tmp_path / folder)
         after = made(dense, tmp_path / folder).model.state_dict()
         changes.append([after[name] - value for name, value in before.items() if "mlp" in name])
@@ -214,7 +214,7 @@ def test_a_layer_of_an_earlier_version_counts_as_a_whole_change(
     dense_of, layout_of, text, tmp_path, monkeypatch
 ):
     """Its record has no share `kept`: the next layer is trained behind what the file holds."""
-    monkeypatch.setattr("dotmoe.method.repair.by_layer._KEPT", 1.0)
+    monkeypatch.setattr("dotmoe.method.repair.by_layer._SHARE_OF_CHANGE", 1.0)
     dense, config = dense_of("llama"), RepairConfig(repair_tokens=960, repair_epochs=2)
     repair(dense, (layout_of(dense, 6),), text, config, seed=0, folder=tmp_path)
     first, second = sorted((tmp_path / "layers.parts").iterdir())
@@ -324,7 +324,7 @@ def test_ranks_that_divide_text_and_neurons_repair_as_one_does(
 
     Products are exact: a CPU that rounds their factors does so for some numbers of rows alone.
     """
-    monkeypatch.setattr("dotmoe.method.repair.training.BATCH", 4096)
+    monkeypatch.setattr("dotmoe.method.repair.ffn_training.BATCH", 4096)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda how: None)  # exact products
     dense, config = dense_of(family), RepairConfig(repair_tokens=960, repair_epochs=epochs)
     layout = layout_of(dense, 6, active_experts=2, shared_size=18)  # 13 neurons an expert

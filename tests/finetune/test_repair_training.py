@@ -10,7 +10,7 @@ from dotmoe.common.seeds import generator_for
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.layout import ALWAYS_ON
 from dotmoe.method.repair import repair
-from dotmoe.method.repair.training import FFNTraining
+from dotmoe.method.repair.ffn_training import FFNTraining
 from dotmoe.text.blocks import TokenBlocks
 from runs import TINY_CONVERT, TinyRun, passed
 
@@ -96,7 +96,7 @@ def test_a_layer_is_trained_by_adam_written_out(
     is_heldout_T = (torch.arange(ROWS) % 8 == 7).repeat_interleave(LENGTH)
     num_fitted = int((~is_heldout_T).sum())
     if batch == 512:
-        monkeypatch.setattr("dotmoe.method.repair.training._MANY_TOKENS", num_fitted)
+        monkeypatch.setattr("dotmoe.method.repair.ffn_training._MANY_TOKENS", num_fitted)
     given = posed(dense, text.tokens_BT)
     fitted, heldout = ([each[rows] for each in given] for rows in (~is_heldout_T, is_heldout_T))
     mlp = dense.model.model.layers[0].mlp
@@ -122,11 +122,11 @@ def test_a_training_that_leaves_as_much_or_a_little_more_is_dropped(
 ):
     """Adam at a rate of zero, or a little up the slope; the refit is kept instead."""
     monkeypatch.setattr(
-        "dotmoe.method.repair.training.cosine_with_warmup", lambda *_, **options: rate
+        "dotmoe.method.repair.ffn_training.cosine_with_warmup", lambda *_, **options: rate
     )
-    errors, measured = [], FFNTraining.heldout_error
+    errors, measured = [], FFNTraining.heldout_loss
     monkeypatch.setattr(
-        FFNTraining, "heldout_error", lambda self: errors.append(measured(self)) or errors[-1]
+        FFNTraining, "heldout_loss", lambda self: errors.append(measured(self)) or errors[-1]
     )
     layout = layout_of(dense, 6, active_experts=2)
     config = RepairConfig(repair_tokens=ROWS * LENGTH, repair_epochs=1)

@@ -16,7 +16,7 @@ from document_tables import paper_models
 from dotmoe.common.errors import UserError
 from dotmoe.models.family import DenseModel, family_of, meta_model, num_parameters
 from dotmoe.rivals.pruning import PRUNING, PruneInputs, by_curvature, prune, two_of_four
-from dotmoe.rivals.pruning.contract import made_up
+from dotmoe.rivals.pruning.contract import compensated
 from dotmoe.rivals.pruning.disp_llm import disp_llm, gated, kept_parameters
 from dotmoe.rivals.pruning.llm_pruner import removed_parameters
 from dotmoe.rivals.pruning.modegpt import joint_rank
@@ -474,7 +474,7 @@ def ridge_of(moment_II):
 def test_columns_that_stay_are_the_ridge_regression_on_what_all_did(correlated):
     weight_OI, x_TI = (each.numpy() for each in correlated)
     kept = np.arange(16) % 3 != 0
-    found = made_up(correlated[0], correlated[1].T @ correlated[1], torch.tensor(kept))
+    found = compensated(correlated[0], correlated[1].T @ correlated[1], torch.tensor(kept))
     root = np.sqrt(ridge_of(x_TI.T @ x_TI)) * np.eye(kept.sum())
     inputs = np.vstack([x_TI[:, kept], root])
     outputs = np.vstack([x_TI @ weight_OI.T, root @ weight_OI[:, kept].T])
@@ -511,7 +511,7 @@ def test_modegpt_keeps_the_leading_parts_of_the_dense_model(family, dense_of, pr
         leverage = np.diag(gram @ np.linalg.inv(gram + ridge_of(gram) * np.eye(96)))
         kept_N = torch.zeros(96, dtype=torch.bool)
         kept_N[np.argsort(-leverage)[:neurons].copy()] = True
-        fitted = made_up(before[f"{name}.weight"].double(), torch.tensor(gram), kept_N)
+        fitted = compensated(before[f"{name}.weight"].double(), torch.tensor(gram), kept_N)
         torch.testing.assert_close(now[f"{name}.weight"], fitted.float(), rtol=0, atol=1e-5)
         attention = found.model.model.layers[layer].self_attn
         if family == "phi3":

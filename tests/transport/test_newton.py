@@ -62,7 +62,7 @@ def test_every_adversary_is_balanced(shapes, taus):
         for tau, dtype in itertools.product(taus, (torch.float32, torch.float64)):
             batch = torch.stack([case for _, case in cases]).to(dtype)
             result = balanced_plan(batch, capacity=N // E, tau=tau)
-            solved = result.plan.double()
+            solved = result.entries.double()
             column_error = (solved.sum(dim=-2) * E / N - 1.0).abs().amax(dim=-1)
             row_error = (solved.sum(dim=-1) - 1.0).abs().amax(dim=-1)
             for (name, _), column, row in zip(cases, column_error, row_error, strict=True):
@@ -81,11 +81,11 @@ def test_the_plan_is_that_of_pot_and_of_many_sweeps(std, tau, room):
     sums, until = (np.ones(60), np.array(room, float)), {"numItermax": 50_000, "stopThr": 1e-11}
     expected = ot.bregman.sinkhorn_log(*sums, -A.numpy(), reg=tau, **until)
     result = balanced_plan(A, capacity=room, tau=tau, tolerance=1e-10)
-    np.testing.assert_allclose(result.plan.numpy(), expected, atol=1e-8)
+    np.testing.assert_allclose(result.entries.numpy(), expected, atol=1e-8)
     single = balanced_plan(A.float(), capacity=room, tau=tau)
-    np.testing.assert_allclose(single.plan.numpy(), expected, atol=2e-6)
+    np.testing.assert_allclose(single.entries.numpy(), expected, atol=2e-6)
     sweeps = sinkhorn(A, capacity=room, tau=tau, num_sweeps=2000)
-    np.testing.assert_allclose(sweeps.plan.numpy(), expected, atol=1e-8)
+    np.testing.assert_allclose(sweeps.entries.numpy(), expected, atol=1e-8)
 
 
 def test_the_potential_reproduces_the_plan():
@@ -96,7 +96,7 @@ def test_the_potential_reproduces_the_plan():
         result = balanced_plan(A.float(), capacity=16, tau=tau)
         expected = torch.softmax(A.float().double() / tau + result.potential, dim=-1)
         # Logits of 100 in float32 are rounded by 4e-6.
-        torch.testing.assert_close(result.plan.double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result.entries.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_cost_approaches_the_exact_assignment_as_tau_falls():
@@ -105,7 +105,7 @@ def test_the_cost_approaches_the_exact_assignment_as_tau_falls():
     best = float(A[rows, columns // 8].sum())
     gaps = []
     for tau in (0.3, 0.1, 0.03, 0.01, 0.003):
-        solved = balanced_plan(A, capacity=8, tau=tau, tolerance=1e-9).plan
+        solved = balanced_plan(A, capacity=8, tau=tau, tolerance=1e-9).entries
         gaps.append(best - float((solved * A).sum()))
         # The entropy of a plan is at most N log E, which bounds what tau can cost.
         assert -1e-6 <= gaps[-1] <= tau * 48 * math.log(6)
@@ -136,14 +136,14 @@ def test_blocks_do_not_change_the_plan(std, monkeypatch):
     A = affinity(5, 64, 8, std=std).float().requires_grad_()
     weight = affinity(5, 64, 8, seed=1).float()
     whole = balanced_plan(A, capacity=8, tau=0.1)
-    (gradient,) = torch.autograd.grad((whole.plan * weight).sum(), A)
+    (gradient,) = torch.autograd.grad((whole.entries * weight).sum(), A)
     # Blocks of 12 neurons, the last one shorter.
     monkeypatch.setattr(newton, "CACHED_ELEMENTS", 100)
     parts = balanced_plan(A, capacity=8, tau=0.1)
     assert parts.num_passes == whole.num_passes
     # Without AVX the sums of blocks differ by 3e-6 in a saturated plan.
-    torch.testing.assert_close(parts.plan, whole.plan, atol=1e-5, rtol=1e-5)
-    (again,) = torch.autograd.grad((parts.plan * weight).sum(), A)
+    torch.testing.assert_close(parts.entries, whole.entries, atol=1e-5, rtol=1e-5)
+    (again,) = torch.autograd.grad((parts.entries * weight).sum(), A)
     # A saturated plan has next to no gradient: rounding is all that is left of it.
     torch.testing.assert_close(again, gradient, atol=1e-5, rtol=1e-4)
 
@@ -151,7 +151,7 @@ def test_blocks_do_not_change_the_plan(std, monkeypatch):
 def test_sharp_plans_stay_far_from_denormals():
     # Arithmetic on denormals is a hundred times slower on a CPU.
     for std in (3.0, 30.0, 1e4):
-        sharp = balanced_plan(affinity(512, 16, std=std).float(), capacity=32, tau=0.1).plan
+        sharp = balanced_plan(affinity(512, 16, std=std).float(), capacity=32, tau=0.1).entries
         assert float(sharp.min()) > 1e-26
         assert (sharp.sum(dim=-1) - 1.0).abs().max() < 1e-6
 

@@ -17,7 +17,7 @@ def serial(plan, capacity):
 
 
 def plan_of(noise, tau):
-    return balanced_plan(noise, capacity=len(noise) // noise.shape[1], tau=tau).plan
+    return balanced_plan(noise, capacity=len(noise) // noise.shape[1], tau=tau).entries
 
 
 SCORES = {

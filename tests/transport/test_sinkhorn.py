@@ -14,14 +14,14 @@ def test_few_sweeps_equal_plain_scaling_of_rows_and_columns():
         u = 1.0 / (kernel @ v)
         v = 4.0 / (kernel.T @ u)
     result = sinkhorn(A, capacity=4, tau=0.5, num_sweeps=3)
-    np.testing.assert_allclose(result.plan.numpy(), u[:, None] * kernel * v, rtol=1e-12)
+    np.testing.assert_allclose(result.entries.numpy(), u[:, None] * kernel * v, rtol=1e-12)
     np.testing.assert_allclose(result.potential.numpy(), np.log(v), rtol=1e-12)
     assert result.num_passes == 6
 
 
 def test_its_gradient_is_that_of_finite_differences():
     def plan(A):
-        return sinkhorn(A, capacity=2, tau=0.5, num_sweeps=7).plan
+        return sinkhorn(A, capacity=2, tau=0.5, num_sweeps=7).entries
 
     assert torch.autograd.gradcheck(plan, affinity(6, 3).requires_grad_())
 
@@ -48,8 +48,8 @@ def test_layers_that_are_solved_together_have_the_bits_of_each_alone(monkeypatch
         monkeypatch.setattr(plan, "CACHED_ELEMENTS", at_once * 40 * 6)
         assert plan.layers_at_once(A, num_sweeps=50) == at_once
         result = sinkhorn(A, capacity=[4, 4, 4, 4, 4, 20], tau=0.1)
-        (gradient,) = torch.autograd.grad((result.plan * weight).sum(), A)
-        found.append((result.plan, result.potential, gradient))
+        (gradient,) = torch.autograd.grad((result.entries * weight).sum(), A)
+        found.append((result.entries, result.potential, gradient))
     for parts in found[1:]:
         for one, other in zip(found[0], parts, strict=True):
             assert torch.equal(one, other)
@@ -60,4 +60,6 @@ def test_layers_are_solved_as_if_alone():
     together = sinkhorn(A, capacity=3, tau=0.3)
     assert together.marginal_error.shape == (2, 3)
     assert together.num_passes == 2 * 50  # tab:hyperparams_moefication
-    torch.testing.assert_close(together.plan[1, 2], sinkhorn(A[1, 2], capacity=3, tau=0.3).plan)
+    torch.testing.assert_close(
+        together.entries[1, 2], sinkhorn(A[1, 2], capacity=3, tau=0.3).entries
+    )

@@ -62,8 +62,9 @@ class LearnedAssignment:
         self.prefix = prefix
         affinity_LNE, router_LED = initial.affinity_LNE[first:], initial.router_LED[first:]
         self.affinity_LNE = nn.Parameter(divided(affinity_LNE, self.ranks), config.learn_assignment)
-        is_native = config.router_dtype == "model"
-        self.router_dtype = next(dense.model.parameters()).dtype if is_native else torch.float32
+        in_model_dtype = config.router_dtype == "model"
+        model_dtype = next(dense.model.parameters()).dtype
+        self.router_dtype = model_dtype if in_model_dtype else torch.float32
         self.router_rate = config.lr if config.lr_router is None else config.lr_router
         self.router_LED = nn.Parameter(
             divided(router_LED.float(), self.ranks), requires_grad=self.router_rate > 0
@@ -81,7 +82,9 @@ class LearnedAssignment:
         has_shared_expert = split.columns > split.num_experts
         self.masking = Masking(
             routing=Routing(
-                active_experts=split.active_experts, surrogate=config.surrogate, own_dtype=is_native
+                active_experts=split.active_experts,
+                surrogate=config.surrogate,
+                in_model_dtype=in_model_dtype,
             ),
             expert_of_neuron_LN=unassigned_LN,
             router_LED=(),
@@ -114,7 +117,7 @@ class LearnedAssignment:
 
     def rounded(self, plan: TransportPlan) -> Int[Tensor, "L N"]:
         """Hard assignment of all layers, the same on every rank."""
-        return full_tensor(self._divided(rounded(self.assignment, plan.plan, self.capacity)))
+        return full_tensor(self._divided(rounded(plan.entries, self.capacity)))
 
     def begin(self, tau: float) -> dict[str, Tensor]:
         """Solve and round the plan of a step, set the masks from it, and return metrics.
@@ -136,10 +139,10 @@ class LearnedAssignment:
         masking.expert_of_neuron_LN = assigned
         # Masks do not read the plan, they only give its gradient: one zero stands for all entries.
         zeros_LNE = torch.zeros((), device=assigned.device).expand(self.affinity_LNE.shape)
-        masking.plan_LNE = self._share(plan.plan, zeros_LNE)
+        masking.plan_LNE = self._share(plan.entries, zeros_LNE)
         moved = (assigned != before) & (before != UNASSIGNED)
         own_lN1 = assigned[own_rows(self.affinity_LNE)].unsqueeze(-1)
-        chosen_lN = plan.plan.detach().gather(-1, own_lN1).squeeze(-1)
+        chosen_lN = plan.entries.detach().gather(-1, own_lN1).squeeze(-1)
         metrics = {
             "moved_fraction": moved.float().mean(),
             "marginal_error": full_tensor(self._divided(plan.marginal_error.double())).max(),

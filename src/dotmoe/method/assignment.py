@@ -1,11 +1,9 @@
 """Which expert a neuron goes to: affinities, a soft plan by a solver, and its rounding.
 
-This is the one place where neurons are assigned. The start from data, each step of an alignment and
-the extraction all call it with the same options, so that a new solver or rounding is one function
-here and its name in `AssignmentConfig`.
+This is the one place where neurons are assigned: the start from data, each step of an alignment and
+the extraction all call it with the same options. A new solver is one more case of `assignment_plan`
+and its name in `AssignmentConfig`.
 """
-
-from collections.abc import Callable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -39,16 +37,15 @@ def assignment_plan(
     it and `tolerance` are for `newton` only. The gradient flows to the affinities: implicit for
     `newton`, unrolled for `sinkhorn`.
     """
-    return SOLVERS[config.solver](affinity_LNE, capacity, tau, start_LE, tolerance)
+    if config.solver == "sinkhorn":
+        return sinkhorn(affinity_LNE, capacity=capacity, tau=tau)
+    return balanced_plan(
+        affinity_LNE, capacity=capacity, tau=tau, start=start_LE, tolerance=tolerance
+    )
 
 
-def rounded(
-    config: AssignmentConfig, plan_LNE: Float[Tensor, "*L N E"], capacity: Capacity
-) -> Int[Tensor, "*L N"]:
-    """Hard assignment M of a plan, or of other scores; every expert is exactly full.
-
-    All solvers round alike: `config` is for one that would not.
-    """
+def rounded(plan_LNE: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, "*L N"]:
+    """Hard assignment M of a plan, or of other scores; every expert is exactly full."""
     return greedy_assignment(plan_LNE, capacity=capacity)
 
 
@@ -65,24 +62,6 @@ def assigned(
     """
     tau = float(affinity_NE.std()) * relative_tau
     if tau == 0:  # all are equal: any plan is as good as they are
-        return rounded(config, affinity_NE, capacity)
+        return rounded(affinity_NE, capacity)
     plan = assignment_plan(config, affinity_NE, capacity, tau, tolerance=START_TOLERANCE)
-    return rounded(config, plan.plan, capacity)
-
-
-def _by_newton(
-    affinity: Tensor, capacity: Capacity, tau: float, start: Tensor | None, tolerance: float
-) -> TransportPlan:
-    return balanced_plan(affinity, capacity=capacity, tau=tau, start=start, tolerance=tolerance)
-
-
-def _by_sinkhorn(
-    affinity: Tensor, capacity: Capacity, tau: float, start: Tensor | None, tolerance: float
-) -> TransportPlan:
-    return sinkhorn(affinity, capacity=capacity, tau=tau)
-
-
-Solver = Callable[[Tensor, Capacity, float, Tensor | None, float], TransportPlan]
-"""Maps affinities, capacity, temperature, warm start and tolerance to a plan."""
-SOLVERS: dict[str, Solver] = {"newton": _by_newton, "sinkhorn": _by_sinkhorn}
-"""Solvers by the names of `AssignmentConfig.solver`."""
+    return rounded(plan.entries, capacity)

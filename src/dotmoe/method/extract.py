@@ -53,7 +53,7 @@ def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> 
     """
     plan = assignment_plan(config, state.affinity_LNE, split.capacity, config.tau_end)
     centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
-    expert_of_neuron_LN = rounded(config, plan.plan, split.capacity).cpu()
+    expert_of_neuron_LN = rounded(plan.entries, split.capacity).cpu()
     expert_of_neuron_LN[expert_of_neuron_LN == split.num_experts] = ALWAYS_ON
     expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
     return ExpertLayout(

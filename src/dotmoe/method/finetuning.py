@@ -74,7 +74,7 @@ class Student(nn.Module):
         self.routing = Routing(
             active_experts=layout.active_experts,
             surrogate=config.surrogate,
-            own_dtype=config.router_dtype == "model",
+            in_model_dtype=config.router_dtype == "model",
             mean_if_unchosen=config.unchosen == "mean",
         )
         model: Any = dense.model
@@ -127,7 +127,7 @@ class Student(nn.Module):
         if offload:
             how["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device_type != "cpu")
         for ffn in self.ffns:
-            if not self.routing.own_dtype:
+            if not self.routing.in_model_dtype:
                 fully_shard(ffn.router, **how)  # a group of its own, which stays float32
         for layer in (*self.dense.family.layers(self.model), self):
             fully_shard(layer, mp_policy=policy, **how)

@@ -28,7 +28,7 @@ class Routing:
     active_experts: int
     surrogate: Surrogate | None = None
     """Soft mask that provides the mask's gradient; None: the mask has no gradient."""
-    own_dtype: bool = False
+    in_model_dtype: bool = False
     """True: logits are computed in the dtype of the router's rows (paper), not in float32."""
     mean_if_unchosen: bool = True
     """How sparse FFNs fill the mask's gradient of experts that did not run: by the mean of those
@@ -36,7 +36,7 @@ class Routing:
 
     def logits(self, x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:
         """Logits of one layer, as float32 numbers."""
-        if self.own_dtype:
+        if self.in_model_dtype:
             return (x_TD.to(router_ED.dtype) @ router_ED.T).float()
         return router_logits(x_TD, router_ED)
 

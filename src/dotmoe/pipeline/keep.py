@@ -36,7 +36,7 @@ from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
 from dotmoe.method.repair import repair, repair_tokens
-from dotmoe.method.repair.streams import replaced_weights
+from dotmoe.method.repair.streams import with_weights
 from dotmoe.models.chat import has_chats, why_not_asked
 from dotmoe.models.checkpoint import CHANGED
 from dotmoe.models.family import DenseModel
@@ -238,7 +238,7 @@ def _refitted(
         folder=folder,
         on_progress=on_progress,
     )
-    with replaced_weights(dense.model) as change:
+    with with_weights(dense.model) as change:
         for changed in sorted((folder / CHANGES).glob(f"*/{CHANGED}")):
             change(load_file(changed))
         yield

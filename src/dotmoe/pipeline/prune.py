@@ -73,7 +73,7 @@ def _prune(run: Run, dense: DenseModel) -> dict[str, Any]:
             )
             return pruning.prune(config.method, inputs, folder)
 
-    return run.run_stage("prune", lambda folder: read_json(folder / pruning.METRICS), make)
+    return run.run_stage("prune", lambda folder: read_json(folder / pruning.PRUNING_METRICS), make)
 
 
 def _measure_pruned(run: Run, dense: DenseModel, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from dotmoe.method.layout import (
     Layouts,
     splits_in,
 )
-from dotmoe.method.repair import METRICS, repair
+from dotmoe.method.repair import REPAIR_METRICS, repair
 from dotmoe.models.chat import has_chats
 from dotmoe.models.family import DenseModel
 from dotmoe.models.identity import FINGERPRINT, fingerprint
@@ -280,7 +280,7 @@ class Run:
                     on_progress=update,
                 )
 
-        return self.run_stage("repair", lambda folder: read_json(folder / METRICS), make)
+        return self.run_stage("repair", lambda folder: read_json(folder / REPAIR_METRICS), make)
 
     def trained(self, stage: str, dense: DenseModel) -> DenseModel:
         """The dense model with the weights that a stage wrote, left on disk."""

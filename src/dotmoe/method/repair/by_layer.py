@@ -23,18 +23,18 @@ from dotmoe.common.seeds import generator_for
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.layout import ExpertLayout, Layouts, save_layouts
 from dotmoe.method.masked import masked
+from dotmoe.method.repair.ffn_training import train_ffn
 from dotmoe.method.repair.problem import LayerProblem
 from dotmoe.method.repair.refit import equations, refit
-from dotmoe.method.repair.streams import Streams, replaced_weights
-from dotmoe.method.repair.training import train
+from dotmoe.method.repair.streams import Streams, with_weights
 from dotmoe.models.checkpoint import CHANGED, Tensors
 from dotmoe.models.family import DenseModel
 from dotmoe.models.load import CHANGES, whole_weights
 from dotmoe.text.blocks import TokenBlocks
 
-METRICS = "repair.json"
+REPAIR_METRICS = "repair.json"
 """Metrics: the stage's, and each layer's beside its weights."""
-_KEPT = 0.8
+_SHARE_OF_CHANGE = 0.8
 """Share of what training changed that the export keeps: with all of it, SmolLM2 loses more on every
 text (docs/dev/decisions.md). Later layers are trained behind the whole change."""
 
@@ -77,7 +77,7 @@ def repair(
     streams = Streams(dense, layouts, blocks, config)
     solutions = _Solutions(dense, Tensors.of(dense), config, seed, folder)
     for index in streams.layers:
-        with whole_weights(dense, index), replaced_weights(dense.model) as replace:
+        with whole_weights(dense, index), with_weights(dense.model) as replace:
             streams.advance_dense(index)
             with masked(dense, streams.maskings.values(), only=[index]):
                 for target in streams.targets:
@@ -90,7 +90,7 @@ def repair(
 
     def finish() -> None:
         save_layouts(layouts, folder)
-        write_json(folder / METRICS, record)
+        write_json(folder / REPAIR_METRICS, record)
 
     broadcast_from_rank_zero(finish)
     return record
@@ -117,27 +117,47 @@ class _Solutions:
         if not broadcast_from_rank_zero(layer.is_dir):
             weights, metrics = self.solution(problem)
             broadcast_from_rank_zero(partial(self._write, layer, problem, weights, metrics))
-        self.metrics.append(read_json(layer / METRICS))
+        self.metrics.append(read_json(layer / REPAIR_METRICS))
         changed: dict[str, Tensor] = load_file(layer / CHANGED)
-        if kept := self.metrics[-1].get("kept"):
-            return _interpolated(self.dense, changed, 1 / kept)
+        kept = self.metrics[-1].get("kept")
+        if kept:
+            return _whole_change(self.dense, changed, kept)
         return changed
 
     def solution(self, problem: LayerProblem) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """New weights of one FFN or attention, by name in the model, and metrics."""
-        epochs = self.config.repair_epochs
-        if problem.target.name == "ffn" and epochs:
-            generator = generator_for(self.seed, "ffn", problem.layer)
-            weights, error = train(problem, epochs, generator)
-            if weights:
-                metrics = {"ridge": None, "kept": _KEPT, "heldout_error": error}
-                return _interpolated(self.dense, weights, _KEPT), metrics
-        near = next((each["ridge"] for each in reversed(self.metrics) if each["ridge"]), None)
-        output_DN, ridge, error = refit(problem.output, *equations(problem), near)
+        if problem.target.name == "ffn" and self.config.repair_epochs:
+            solution = self._solve_by_training(problem)
+            if solution is not None:
+                return solution
+        return self._solve_by_ridge(problem)
+
+    def _solve_by_training(
+        self, problem: LayerProblem
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Part of what training changes in an FFN; None if held-out tokens do not gain."""
+        generator = generator_for(self.seed, "ffn", problem.layer)
+        weights, error = train_ffn(problem, self.config.repair_epochs, generator)
+        if not weights:
+            return None
+        metrics = {"ridge": None, "kept": _SHARE_OF_CHANGE, "heldout_error": error}
+        return _part_of_change(self.dense, weights, _SHARE_OF_CHANGE), metrics
+
+    def _solve_by_ridge(self, problem: LayerProblem) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The output projection, refitted."""
+        output_DN, ridge, error = refit(problem.output, *equations(problem), self._last_ridge())
         metrics = {"ridge": ridge, "heldout_error": error}
         if problem.target.name == "attention":
-            return {problem.output_name: output_DN}, {"target": "attention", **metrics}
+            metrics = {"target": "attention", **metrics}
         return {problem.output_name: output_DN}, metrics
+
+    def _last_ridge(self) -> float | None:
+        """The penalty of the last refit that gained; None if there is none yet."""
+        for metrics in reversed(self.metrics):
+            if metrics["ridge"]:
+                ridge: float = metrics["ridge"]
+                return ridge
+        return None
 
     def _write(
         self,
@@ -151,13 +171,22 @@ class _Solutions:
         tensors = {name: weight.to(dtype) for name, weight in weights.items()}
         with complete_folder(layer) as partial_folder:
             save_tensors(tensors, partial_folder / CHANGED)
-            write_json(partial_folder / METRICS, {"layer": problem.layer, **metrics})
+            write_json(partial_folder / REPAIR_METRICS, {"layer": problem.layer, **metrics})
 
 
-def _interpolated(dense: DenseModel, to: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-    """A share of the way from the model's own weights to others of these names; above 1, beyond."""
-    own = {name: dense.model.get_parameter(name).detach().float() for name in to}
-    return {name: own[name].lerp(weight.to(own[name]), share) for name, weight in to.items()}
+def _part_of_change(
+    dense: DenseModel, changed: Mapping[str, Tensor], share: float
+) -> dict[str, Tensor]:
+    """The model's own weights with a share of the change to `changed`, in float32, by name."""
+    own = {name: dense.model.get_parameter(name).detach().float() for name in changed}
+    return {name: own[name].lerp(weight.to(own[name]), share) for name, weight in changed.items()}
+
+
+def _whole_change(
+    dense: DenseModel, changed: Mapping[str, Tensor], kept: float
+) -> dict[str, Tensor]:
+    """The weights with the whole change, of which `changed` has the share `kept`."""
+    return _part_of_change(dense, changed, 1 / kept)
 
 
 def _require_parts(layout: ExpertLayout, config: RepairConfig) -> None:

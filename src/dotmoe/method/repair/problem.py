@@ -20,6 +20,16 @@ def tokens_at_once(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FFNTask:
+    """What an FFN gets and what it should give, for all tokens of this rank."""
+
+    inputs_BTD: Tensor
+    """Inputs, on the device or on the host."""
+    wanted_BTD: Tensor
+    """What the FFN, with its norm, should give for them, in the same place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProblem:
     """One FFN or attention under its masks, and what its output lacks to follow the dense model.
 
@@ -54,10 +64,8 @@ class LayerProblem:
     """So many rows of text are to fit; the others, behind them, are held out."""
     weight_BT: Tensor
     """Weight of each token's square error, from 0 to 10; where the inputs are."""
-    inputs_BTD: Tensor
-    """Inputs of the FFN, on the device or on the host; of attention none."""
-    wanted_BTD: Tensor
-    """What the FFN, with its norm, should give for them, in the same place; of attention none."""
+    ffn_task: FFNTask | None
+    """Inputs of the FFN and what it should give; None for attention."""
     lacking: Callable[[slice], Tensor]
     """Runs the masked block, with its weights of now, on one of `parts`; gives what its output,
     behind the norm, lacks: [b, T, D] in float32."""

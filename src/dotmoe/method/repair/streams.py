@@ -22,7 +22,7 @@ from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Splits
 from dotmoe.method.layout import ALWAYS_ON, DROPPED, Layouts, splits_in
 from dotmoe.method.masked import maskings_of
-from dotmoe.method.repair.problem import LARGEST_WEIGHT, LayerProblem, tokens_at_once
+from dotmoe.method.repair.problem import LARGEST_WEIGHT, FFNTask, LayerProblem, tokens_at_once
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import SparseFFN
 from dotmoe.models.family import TARGETS, DenseModel
@@ -35,6 +35,8 @@ HELD_OUT_ROWS = 8
 """One row of text of so many is held out."""
 _TOKENS_AN_INPUT = 40
 """Default tokens for each input of the output projection."""
+_TENSORS_OF_TARGET = {"attention": 1, "ffn": 2}
+"""Tensors as large as a stream that `Streams` keeps for each split target, beside two streams."""
 
 
 def repair_tokens(config: RepairConfig, splits: Splits, dense_config: Any) -> int:
@@ -44,7 +46,7 @@ def repair_tokens(config: RepairConfig, splits: Splits, dense_config: Any) -> in
 
 
 @contextmanager
-def replaced_weights(model: nn.Module) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+def with_weights(model: nn.Module) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
     """Within this context, the function that it yields gives parameters other values, by name.
 
     Afterwards, also after an exception, the model has its own again.
@@ -92,38 +94,44 @@ class Streams:
         self._counts_B = torch.cat([counts_B, heldout_counts_B])
         """Whether each row of this rank counts: False for those that only fill its share."""
         self._parts = _parts(len(tokens_BT), self._num_fitted, blocks.seq_len)
-        self._begin(Stream(dense, tokens_BT, self._parts), layouts[0].moe_layers.start)
+        self._first = layouts[0].moe_layers.start
+        stream = Stream(dense, tokens_BT, self._parts)
+        on_host_BTD = torch.empty_like(stream.hidden_BTD)
+        tensors = 2 + sum(_TENSORS_OF_TARGET[name] for name in self.targets)
+        keep = _keeper(self._device, tensors * on_host_BTD.nbytes)
+        self._keep_inputs = _keeper(self._device, 2 * on_host_BTD.nbytes)
+        stream.hidden_BTD = keep(stream.hidden_BTD)
+        self._dense = self._before_split_layers(stream)
+        self._masked = self._dense.clone()
+        self._masked.hidden_BTD = keep(self._masked.hidden_BTD)
+        self._attended_BTD: Tensor | None = None
+        """The dense stream between attention and FFN of the layer that it has passed last; None if
+        attention is not split."""
+        self._ffn_task: FFNTask | None = None
+        """Of the FFN before which the masked stream stands; None if FFNs are not split."""
+        if "attention" in self.targets:
+            self._attended_BTD = keep(torch.empty_like(on_host_BTD))
+        if "ffn" in self.targets:
+            self._ffn_task = FFNTask(
+                inputs_BTD=self._keep_inputs(torch.empty_like(on_host_BTD)),
+                wanted_BTD=self._keep_inputs(torch.empty_like(on_host_BTD)),
+            )
 
     @property
     def layers(self) -> range:
         """The split layers."""
         return range(self._first, len(self._layers))
 
-    def _begin(self, stream: Stream, first: int) -> None:
-        """Keep both streams before the first split layer, and what is needed beside them."""
-        empty_BTD = torch.empty_like(stream.hidden_BTD)
-        of_targets = {"attention": 1, "ffn": 2}
-        tensors = 2 + sum(of_targets[name] for name in self.targets)
-        keep = _keeper(self._device, tensors * empty_BTD.nbytes)
-        self._keep_inputs = _keeper(self._device, 2 * empty_BTD.nbytes)
-        stream.hidden_BTD = keep(stream.hidden_BTD)
-        for index in range(first):
+    def _before_split_layers(self, stream: Stream) -> Stream:
+        """The stream behind the leading dense layers."""
+        for index in range(self._first):
             with whole_weights(self._model, index):
                 stream.advance(index)
-        self._first, self._dense, self._masked = first, stream, stream.clone()
-        self._masked.hidden_BTD = keep(self._masked.hidden_BTD)
-        self._attended_BTD = self._inputs_BTD = self._wanted_BTD = empty_BTD[:0]
-        if "attention" in self.targets:
-            # The dense stream between attention and FFN of the layer that it has passed last.
-            self._attended_BTD = keep(torch.empty_like(empty_BTD))
-        if "ffn" in self.targets:
-            # Inputs of the FFN before which the masked stream stands, and what it should give.
-            self._inputs_BTD = self._keep_inputs(torch.empty_like(empty_BTD))
-            self._wanted_BTD = self._keep_inputs(torch.empty_like(empty_BTD))
+        return stream
 
     def advance_dense(self, index: int) -> None:
         """Run the dense stream through a layer, which must have its own weights and no masks."""
-        if "attention" in self.targets:
+        if self._attended_BTD is not None:
             for part in self._parts:
                 self._attended_BTD[part], _ = self._before_ffn(self._dense, index, part)
         self._dense.advance(index)
@@ -134,10 +142,14 @@ class Streams:
         The dense stream must have passed the layer, and the layer must be masked.
         """
         if target == "ffn":
-            self._advance_to_ffn(index)
-            dense_BTD, lacking = self._dense.hidden_BTD, self._ffn_lacks
+            task = self._advance_to_ffn(index)
+            dense_BTD = self._dense.hidden_BTD
+            lacking = partial(self._ffn_lacks, index, task)
         else:
-            dense_BTD, lacking = self._attended_BTD, self._attention_lacks
+            assert self._attended_BTD is not None
+            task = None
+            dense_BTD = self._attended_BTD
+            lacking = partial(self._attention_lacks, index, dense_BTD)
         part = TARGETS[target]
         family = self._model.family
         layer = self._layers[index]
@@ -157,9 +169,8 @@ class Streams:
             parts=self._parts,
             num_fitted=self._num_fitted,
             weight_BT=self._keep_inputs(self._token_weights(dense_BTD)),
-            inputs_BTD=self._inputs_BTD,
-            wanted_BTD=self._wanted_BTD,
-            lacking=partial(lacking, index),
+            ffn_task=task,
+            lacking=lacking,
         )
 
     def _groups(self, index: int, target: str) -> Tensor:
@@ -171,8 +182,8 @@ class Streams:
 
     def advance_masked(self, index: int) -> None:
         """Run the masked stream from where it stands in a layer to its end."""
-        if "ffn" in self.targets:
-            self._advance_through_ffn(index)
+        if self._ffn_task is not None:
+            self._advance_through_ffn(index, self._ffn_task)
         else:
             self._masked.advance(index)
 
@@ -188,15 +199,18 @@ class Streams:
         with computing({block: nothing}):
             return stream.after(index, part), inputs[0]
 
-    def _advance_to_ffn(self, index: int) -> None:
-        """Run the masked stream through a layer but for its FFN; note inputs and what it lacks."""
+    def _advance_to_ffn(self, index: int) -> FFNTask:
+        """Run the masked stream through a layer but for its FFN, and give that FFN's task."""
+        task = self._ffn_task
+        assert task is not None
         for part in self._parts:
             reached_BTD, x_BTD = self._before_ffn(self._masked, index, part)
-            self._wanted_BTD[part] = self._missing(self._dense.hidden_BTD[part], reached_BTD)
+            task.wanted_BTD[part] = self._missing(self._dense.hidden_BTD[part], reached_BTD)
             self._masked.hidden_BTD[part] = reached_BTD
-            self._inputs_BTD[part] = x_BTD
+            task.inputs_BTD[part] = x_BTD
+        return task
 
-    def _advance_through_ffn(self, index: int) -> None:
+    def _advance_through_ffn(self, index: int, task: FFNTask) -> None:
         """Add what the FFN gives for its inputs to the masked stream."""
         family = self._model.family
         layer = self._layers[index]
@@ -205,7 +219,7 @@ class Streams:
         routing = Routing(active_experts=layout.active_experts)
         experts = SparseFFN(family.ffn(layer), layout, index, routing)
         size = tokens_at_once(self._device)
-        inputs = torch.split(self._inputs_BTD.flatten(0, 1), size)
+        inputs = torch.split(task.inputs_BTD.flatten(0, 1), size)
         streams = torch.split(self._masked.hidden_BTD.flatten(0, 1), size)
         for x_TD, hidden_TD in zip(inputs, streams, strict=True):
             x_TD = x_TD.to(self._device, non_blocking=True)
@@ -217,19 +231,19 @@ class Streams:
         dense_BTD = dense_BTD.to(self._device, non_blocking=True)
         return (dense_BTD.float() - reached_BTD.float()) / self._traits.multipliers.residual
 
-    def _attention_lacks(self, index: int, part: slice) -> Tensor:
+    def _attention_lacks(self, index: int, attended_BTD: Tensor, part: slice) -> Tensor:
         """What attention's output lacks, as of `LayerProblem.lacking`."""
         reached_BTD, _ = self._before_ffn(self._masked, index, part)
-        return self._missing(self._attended_BTD[part], reached_BTD)
+        return self._missing(attended_BTD[part], reached_BTD)
 
-    def _ffn_lacks(self, index: int, part: slice) -> Tensor:
+    def _ffn_lacks(self, index: int, task: FFNTask, part: slice) -> Tensor:
         """What the FFN's output lacks, as of `LayerProblem.lacking`."""
         family = self._model.family
         layer = self._layers[index]
         block = family.block(layer, TARGETS["ffn"])
         norm = family.norm_after(layer, TARGETS["ffn"])
-        output_BTD: Tensor = norm(block(self._inputs_BTD[part].to(self._device)))
-        return self._wanted_BTD[part].to(output_BTD).float() - output_BTD
+        output_BTD: Tensor = norm(block(task.inputs_BTD[part].to(self._device)))
+        return task.wanted_BTD[part].to(output_BTD).float() - output_BTD
 
     def _token_weights(self, dense_BTD: Tensor) -> Tensor:
         """Token weights [B, T]: 1 / mean square of the stream, over its median and at most 10."""
@@ -270,9 +284,10 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, Tensor]:
             "them held out to choose its penalty. Give more text, or lower seq_len."
         )
     tokens_BT = blocks.drawn(max(num_tokens, 2 * blocks.seq_len))
-    rows = len(tokens_BT)
-    is_heldout = torch.arange(rows) % HELD_OUT_ROWS == min(rows, HELD_OUT_ROWS) - 1
-    return tokens_BT[~is_heldout], tokens_BT[is_heldout]
+    first = min(len(tokens_BT), HELD_OUT_ROWS) - 1
+    is_heldout_B = torch.zeros(len(tokens_BT), dtype=torch.bool)
+    is_heldout_B[first::HELD_OUT_ROWS] = True
+    return tokens_BT[~is_heldout_B], tokens_BT[is_heldout_B]
 
 
 def _own_rows(rows_BT: Tensor) -> tuple[Tensor, Tensor]:

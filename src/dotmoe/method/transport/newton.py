@@ -68,7 +68,7 @@ def balanced_plan(
         ValueError: See `checked_capacity` and `extremes_of`.
 
     Example:
-        >>> balanced_plan(torch.tensor([[9.0, 0], [9, 0]]), capacity=1, tau=1.0).plan
+        >>> balanced_plan(torch.tensor([[9.0, 0], [9, 0]]), capacity=1, tau=1.0).entries
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
@@ -92,7 +92,7 @@ def balanced_plan(
         affinity_LNE, plan_LNE, tau
     )
     return TransportPlan(
-        plan=attached.reshape(affinity.shape),
+        entries=attached.reshape(affinity.shape),
         potential=potential_LE.reshape(*leading, num_experts).to(affinity.device),
         marginal_error=error_L.reshape(leading).to(affinity.device),
         num_passes=num_passes,

@@ -24,12 +24,12 @@ Capacity = int | Sequence[int] | Int[Tensor, " E"]
 class TransportPlan:
     """Soft balanced assignments of N neurons to E experts, one for each leading index."""
 
-    plan: Float[Tensor, "*L N E"]
-    """Entries in [0, 1]; rows sum to 1, columns to the capacity. Carries the gradient."""
+    entries: Float[Tensor, "*L N E"]
+    """Numbers in [0, 1]; rows sum to 1, columns to the capacity. Carries the gradient."""
     potential: Float[Tensor, "*L E"]
-    """Column log-potential v with plan = softmax_e(A / tau + v); detached, float64 from Newton."""
+    """Column log-potential v of M = softmax_e(A / tau + v); detached, float64 from Newton."""
     marginal_error: Float[Tensor, "*L"]
-    """Largest |column sum - capacity| / capacity (and row error, for Sinkhorn) of `plan`."""
+    """Largest |column sum - capacity| / capacity (and row error, for Sinkhorn) of `entries`."""
     num_passes: int
     """Number of passes of the solver over all N x E entries."""
 
@@ -88,7 +88,7 @@ def sinkhorn(
         with num_sweeps * N * E of the layers that are solved at once (`layers_at_once`).
 
     Example:
-        >>> sinkhorn(torch.zeros(4, 2), capacity=2, tau=0.1, num_sweeps=1).plan.sum(dim=0)
+        >>> sinkhorn(torch.zeros(4, 2), capacity=2, tau=0.1, num_sweeps=1).entries.sum(dim=0)
         tensor([2., 2.])
     """
     capacity_E = checked_capacity(affinity, capacity).to(affinity.device)
@@ -113,7 +113,7 @@ def sinkhorn(
     column_error = (column_sums - capacity_E).abs() / capacity_E
     row_error = (row_sums - 1.0).abs()
     return TransportPlan(
-        plan=plan,
+        entries=plan,
         potential=potential.detach().reshape(column_sums.shape),
         marginal_error=torch.maximum(column_error.amax(dim=-1), row_error.amax(dim=-1)),
         num_passes=2 * num_sweeps,

@@ -127,8 +127,8 @@ def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor) -> dict[str, Te
     with torch.no_grad():
         target_TE = routed_sums(layer.hidden().abs(), expert_N, len(centre_ED))
         target_TE /= target_TE.amax(dim=1, keepdim=True).clamp_min(1e-30)
-    is_kept_T = torch.arange(len(target_TE), device=target_TE.device) % 10 == 9
-    trained_T = (~is_kept_T).nonzero().squeeze(1)
+    is_heldout_T = torch.arange(len(target_TE), device=target_TE.device) % 10 == 9
+    trained_T = (~is_heldout_T).nonzero().squeeze(1)
     weights = {"first": centre_ED.clone(), "second": torch.eye(len(centre_ED)).to(centre_ED)}
     adam = torch.optim.Adam([w.requires_grad_() for w in weights.values()], lr=_RATE)
 
@@ -145,7 +145,7 @@ def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor) -> dict[str, Te
             loss(part).backward()  # type: ignore[no-untyped-call]
             adam.step()
         with torch.no_grad():
-            reached = float(loss(is_kept_T))
+            reached = float(loss(is_heldout_T))
         if not reached >= least:  # NaN if no token is held out: then the last pass is kept
             least = reached
             best = {name: weight.detach().clone() for name, weight in weights.items()}

@@ -6,8 +6,8 @@ Each file describes its method and how ours differs; `contract.py` defines the i
 
 from dotmoe.models.load import MODEL as MODEL
 from dotmoe.rivals.pruning.contract import PruneInputs as PruneInputs
-from dotmoe.rivals.pruning.methods import METRICS as METRICS
 from dotmoe.rivals.pruning.methods import PRUNING as PRUNING
+from dotmoe.rivals.pruning.methods import PRUNING_METRICS as PRUNING_METRICS
 from dotmoe.rivals.pruning.methods import TENSORS as TENSORS
 from dotmoe.rivals.pruning.methods import Method as Method
 from dotmoe.rivals.pruning.methods import prune as prune

@@ -35,9 +35,9 @@ from dotmoe.rivals.pruning.contract import (
     Pruned,
     PruneInputs,
     backward,
+    compensated,
     damped_inverse,
     linears_of,
-    made_up,
     threshold,
 )
 
@@ -72,8 +72,8 @@ def damage_left(weight_OI: Tensor, factors: Pair) -> Pair:
 
 def moved(weight_OI: Tensor, factors: Pair, kept: Pair) -> Tensor:
     """The weight whose kept columns and rows compensate for the removed ones."""
-    by_columns_OI = made_up(weight_OI, factors[0], kept[0])
-    return by_columns_OI + made_up(weight_OI.T, factors[1], kept[1]).T - weight_OI
+    by_columns_OI = compensated(weight_OI, factors[0], kept[0])
+    return by_columns_OI + compensated(weight_OI.T, factors[1], kept[1]).T - weight_OI
 
 
 def _quadratics(weight_OI: Tensor, factors: Pair) -> Pair:

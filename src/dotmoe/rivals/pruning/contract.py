@@ -121,7 +121,7 @@ def damped_inverse(moment_II: Float[Tensor, "I I"]) -> Float[Tensor, "I I"]:
     return torch.cholesky_inverse(factor_II)
 
 
-def made_up(weight_OI: Tensor, moment_II: Tensor, kept_I: Tensor) -> Float[Tensor, "O I"]:
+def compensated(weight_OI: Tensor, moment_II: Tensor, kept_I: Tensor) -> Float[Tensor, "O I"]:
     """Weight whose kept columns compensate for the others, now zero, by damped least squares."""
     inverse_CI = damped_inverse(moment_II)[~kept_I]
     lost_CI: Tensor = torch.linalg.solve(inverse_CI[:, ~kept_I], inverse_CI)

@@ -21,7 +21,7 @@ from dotmoe.rivals.pruning.modegpt import modegpt, require_plain_heads
 from dotmoe.rivals.pruning.slicegpt import require_norms_before, sliced, slicegpt
 from dotmoe.rivals.pruning.whole_layers import shortgpt, sleb
 
-METRICS, TENSORS = "pruning.json", "tensors.safetensors"
+PRUNING_METRICS, TENSORS = "pruning.json", "tensors.safetensors"
 """Files in the stage's folder: what `prune` returns, and tensors kept instead of a checkpoint."""
 
 
@@ -99,5 +99,5 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
         write_weights(inputs.dense, folder / MODEL)
         config = folder / MODEL / "config.json"
         write_json(config, read_json(config) | (pruned.config or {}))
-    write_json(folder / METRICS, metrics)
+    write_json(folder / PRUNING_METRICS, metrics)
     return metrics

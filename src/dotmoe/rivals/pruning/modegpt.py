@@ -23,7 +23,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dotmoe.models.family import DenseModel, head_dim
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.stream import Stream
-from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, damped_inverse, made_up, refusing
+from dotmoe.rivals.pruning.contract import (
+    Pruned,
+    PruneInputs,
+    compensated,
+    damped_inverse,
+    refusing,
+)
 from dotmoe.rivals.pruning.llm_pruner import grouped, kinds_of
 from dotmoe.rivals.pruning.whole_layers import block_influence
 
@@ -56,7 +62,7 @@ def _cut(inputs: PruneInputs, plan: list[tuple[int, int, int]]) -> None:
         kept_N = _largest(-damped_inverse(moments["activation"]).diagonal(), neurons)
         gate.weight.mul_(kept_N[:, None])
         up.weight.mul_(kept_N[:, None])
-        down.weight.copy_(made_up(down.weight.double(), moments["activation"], kept_N))
+        down.weight.copy_(compensated(down.weight.double(), moments["activation"], kept_N))
         _cut_heads(dense, index, moments, features, rank)
         inputs.on_progress(index + 1, len(plan))
 

@@ -50,10 +50,12 @@ class FFNTraining:
         self.copies = SparseFFN(problem.ffn, self.own, 0, routing).float()
         """Copies of the neurons that this rank trains, in the order of the experts."""
         self.copies.router.requires_grad_(False)
-        self.inputs_TD = problem.inputs_BTD.flatten(0, 1)
-        self.wanted_TD = problem.wanted_BTD.flatten(0, 1)
+        task = problem.ffn_task
+        assert task is not None
+        self.inputs_TD = task.inputs_BTD.flatten(0, 1)
+        self.wanted_TD = task.wanted_BTD.flatten(0, 1)
         self.weight_T = problem.weight_BT.flatten()
-        self.num_fitted = problem.num_fitted * problem.inputs_BTD.shape[1]
+        self.num_fitted = problem.num_fitted * task.inputs_BTD.shape[1]
         """So many tokens of this rank are to fit; the others, behind them, are held out."""
 
     def loss(self, token_R: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ class FFNTraining:
         output_RD: Tensor = self.problem.norm(summed_parts(self.copies(x_RD.float())))
         return ((output_RD - wanted_RD).square().sum(1) * weight_R).sum()
 
-    def heldout_error(self) -> float:
+    def heldout_loss(self) -> float:
         """The loss on held-out tokens; every rank gets rank zero's, so that all decide alike."""
         heldout_T = torch.arange(self.num_fitted, len(self.inputs_TD), device=self._place)
         at_once = max(1, tokens_at_once(self.copies.gate_ESD.device) // num_ranks())
@@ -94,7 +96,7 @@ class FFNTraining:
                     schedule.step()
 
     @torch.no_grad()
-    def put_back(self) -> dict[str, Tensor]:
+    def trained_weights(self) -> dict[str, Tensor]:
         """The FFN's weights in float32 with what all ranks have trained, by name in the model."""
         ffn = self.problem.ffn
         named = dict(self.problem.block.named_parameters())
@@ -150,7 +152,7 @@ class FFNTraining:
         return is_others_N.to(self.problem.output.weight.device)
 
 
-def train(
+def train_ffn(
     problem: LayerProblem, epochs: int, generator: torch.Generator
 ) -> tuple[dict[str, Tensor], float]:
     """The FFN's weights after the training, by name in the model; and the error that they leave.
@@ -159,12 +161,12 @@ def train(
     are no weights, and the share is 1.
     """
     training = FFNTraining(problem)
-    before = training.heldout_error()
+    before = training.heldout_loss()
     training.fit(epochs, generator)
-    after = training.heldout_error()
+    after = training.heldout_loss()
     if not after < before:
         return {}, 1.0
-    return training.put_back(), after / before
+    return training.trained_weights(), after / before
 
 
 def _rows_of(projection: nn.Linear | Rows, weights: dict[Tensor, Tensor]) -> Tensor:
