@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -94,25 +94,49 @@ def train(
             )
             norm = global_norm(optimizer)
             metrics |= {"grad_norm": float(norm), "lr_factor": rate}
-            if bad := [f"{name} is {x}" for name, x in metrics.items() if not math.isfinite(x)]:
-                what = f"{bad[0]} at step {step + 1}."
-                raise_on_all_ranks(partial(_stop, what, checkpoints))
+            _require_finite(metrics, step + 1, checkpoints)
             update(optimizer, schedule.max_grad_norm, norm, rate)
             metrics["seconds"] = time.perf_counter() - started
             log(step + 1, metrics)
             on_step(step + 1, metrics)
             is_due = (step + 1) % (training.checkpoint_every or schedule.steps) == 0
             is_due = is_due or time.monotonic() - last_save >= _CHECKPOINT_SECONDS
-            # Whether any rank has received a signal, rank 0 wants a checkpoint, or any writes one.
-            flags = [checkpoints.writes(), is_due and is_rank_zero(), *map(signals.count, _SIGNALS)]
-            writing, save, *stops = sum_over_ranks(torch.tensor(flags)).tolist()
-            if not writing:
+            agreed = _agreed(checkpoints, is_due, signals)
+            if not agreed.is_writing:
                 checkpoints.finish()
-            is_last = any(stops) or step + 1 == schedule.steps
-            if is_last or save:
+            is_last = any(agreed.stops) or step + 1 == schedule.steps
+            if is_last or agreed.is_due:
                 checkpoints.save(step + 1, _tensors(task, optimizer), wait=is_last)
                 last_save = time.monotonic()
-            _raise_if_stopped(stops, step + 1)
+            _raise_if_stopped(agreed.stops, step + 1)
+
+
+class _Agreed(NamedTuple):
+    """What all ranks know after a step."""
+
+    is_writing: bool
+    """Whether any rank still writes a checkpoint."""
+    is_due: bool
+    """Whether rank 0 wants a checkpoint."""
+    stops: list[int]
+    """How many signals all ranks have received, for each of `_SIGNALS`."""
+
+
+def _agreed(checkpoints: Checkpoints, is_due: bool, signals: list[int]) -> _Agreed:
+    """Tell all ranks what this one knows; all ranks must call it together."""
+    is_wanted = is_due and is_rank_zero()
+    counts = [signals.count(number) for number in _SIGNALS]
+    flags = torch.tensor([checkpoints.writes(), is_wanted, *counts])
+    num_writing, num_wanting, *stops = sum_over_ranks(flags).tolist()
+    return _Agreed(num_writing > 0, num_wanting > 0, stops)
+
+
+def _require_finite(metrics: Metrics, num_steps: int, checkpoints: Checkpoints) -> None:
+    """End the run if a loss or the gradient of a step is not finite."""
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            what = f"{name} is {value} at step {num_steps}."
+            raise_on_all_ranks(partial(_stop, what, checkpoints))
 
 
 def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

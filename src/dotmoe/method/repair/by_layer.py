@@ -146,7 +146,7 @@ class _Solutions:
     def _solve_by_ridge(self, problem: LayerProblem) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The output projection, refitted."""
         output_DN, ridge, error = refit(problem.output, *equations(problem), self._last_ridge())
-        metrics = {"ridge": ridge, "heldout_error": error}
+        metrics: dict[str, Any] = {"ridge": ridge, "heldout_error": error}
         if problem.target.name == "attention":
             metrics = {"target": "attention", **metrics}
         return {problem.output_name: output_DN}, metrics
