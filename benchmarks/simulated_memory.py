@@ -39,7 +39,7 @@ from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig, 
 from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.masked import masked
-from dotmoe.method.repair import by_layer, streams, training
+from dotmoe.method.repair import by_layer, ffn_training, streams
 from dotmoe.method.repair.refit import RIDGES
 from dotmoe.method.state import AlignState
 from dotmoe.method.transport import TransportPlan
@@ -225,9 +225,9 @@ def without_values() -> Iterator[None]:
             (FakeTensor, "__float__", lambda tensor: 0.5),
             # No factorisation fails, and there is an error to repair.
             (FakeTensor, "__bool__", lambda tensor: tensor.is_floating_point()),
-            (training, "_MANY_TOKENS", 0),
+            (ffn_training, "_MANY_TOKENS", 0),
             (streams, "_drawn", lambda blocks, _: torch.zeros(2, 3, blocks.seq_len).long()),
-            (training, "_own_neurons", lambda layout, layer: layout),
+            (ffn_training, "_own_neurons", lambda layout, layer: layout),
             (Student, "_read", lambda *args: None),
             (nn.Module, "_apply", _replaced),
             (Tensor, "pin_memory", lambda tensor: tensor),

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dotmoe.method import losses
+from dotmoe.method.losses import IGNORED, distillation_loss, next_token_labels
 from dotmoe.models.traits import Readout
-from dotmoe.training import losses
-from dotmoe.training.losses import IGNORED, distillation_loss, next_token_labels
 
 T, D, V = 11, 5, 17
 

@@ -26,6 +26,7 @@ from dotmoe.common.distributed import (
 from dotmoe.common.seeds import generator_for
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.layout import ExpertLayout, save_layouts
+from dotmoe.method.losses import Taught
 from dotmoe.method.objective import Objective, taught_by, taught_by_own_weights
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import make_sparse
@@ -39,7 +40,6 @@ from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import ParameterGroup, require_trainable, train
-from dotmoe.training.losses import Taught
 
 
 class Student(nn.Module):

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from dotmoe.common.distributed import num_ranks, rank, sum_over_ranks
 from dotmoe.method.config import ObjectiveConfig
+from dotmoe.method.losses import Taught, distillation_loss, head_of, next_token_labels
 from dotmoe.method.router import dense_only, router_losses
 from dotmoe.models.family import DenseModel, readout_of
 from dotmoe.models.scoring import hidden_states
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.folder import Metrics
-from dotmoe.training.losses import Taught, distillation_loss, head_of, next_token_labels
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ def predicts_answers(is_answer_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
     return torch.cat([is_answer_BT[:, 1:], is_last_B1], dim=1)
 
 
-def places_of(counted_BT: Tensor, device: torch.device) -> Tensor | None:
+def places_of(is_counted_BT: Tensor, device: torch.device) -> Tensor | None:
     """Numbers of the positions that count; None if all do, or none does, as in questions alone.
 
     They are found on the host, which knows the marks, so that no device is waited for.
     """
-    if counted_BT.all() or not counted_BT.any():
+    if is_counted_BT.all() or not is_counted_BT.any():
         return None
-    return counted_BT.flatten().nonzero()[:, 0].to(device)
+    return is_counted_BT.flatten().nonzero()[:, 0].to(device)
 
 
 class Objective:
@@ -100,15 +100,16 @@ class Objective:
         """
         size = self.config.batch_size
         metrics = self.begin(step)
-        place = step, size, self.seed, rank(), num_ranks()
-        batch = self.blocks.batch(*place).to(self.dense.device)
-        counted = predicts_answers(self.blocks.answers_in_batch(*place), batch)
+        blocks, seed = self.blocks, self.seed
+        batch = blocks.batch(step, size, seed, rank(), num_ranks()).to(self.dense.device)
+        is_answer = blocks.answers_in_batch(step, size, seed, rank(), num_ranks())
+        is_counted = predicts_answers(is_answer, batch)
         sums: dict[str, Tensor] = {}
         micro = self.config.micro_batch_size
-        parts = list(zip(torch.split(batch, micro), torch.split(counted, micro), strict=True))
-        for number, (rows, counted_rows) in enumerate(parts, 1):
+        parts = list(zip(torch.split(batch, micro), torch.split(is_counted, micro), strict=True))
+        for number, (rows, is_counted_rows) in enumerate(parts, 1):
             share = len(rows) / size
-            losses = self.losses(rows, places_of(counted_rows, rows.device))
+            losses = self.losses(rows, places_of(is_counted_rows, rows.device))
             self.differentiate(losses["loss"] * share, is_last=number == len(parts))
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0.0) + share * value.detach()

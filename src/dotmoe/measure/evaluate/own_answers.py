@@ -16,6 +16,7 @@ from dotmoe.common.files import Values
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.tables import Table, percent, table_of
 from dotmoe.measure.evaluate.difference import error_of_mean, error_over, nats_with_error
+from dotmoe.method.losses import head_of
 from dotmoe.models.chat import end_tokens
 from dotmoe.models.family import DenseModel, readout_of
 from dotmoe.models.load import load_weights
@@ -23,7 +24,6 @@ from dotmoe.models.sampling import continuations
 from dotmoe.models.scoring import hidden_states, logits_in_parts
 from dotmoe.models.traits import Readout
 from dotmoe.text.answers import ALIKE, ANSWERS, OTHERS, PENALTY, Answer, OwnAnswers
-from dotmoe.training.losses import head_of
 
 _TOKENS_AT_ONCE = 4096
 KINDS_SHOWN = {ALIKE: "prompts as fitted", OTHERS: "other prompts"}

@@ -15,10 +15,10 @@ from dotmoe.common.numbers import ceil_div
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import FinetuneConfig, Train
 from dotmoe.method.granularity import Splits, targets_of
+from dotmoe.method.losses import chunk_rows
 from dotmoe.models.family import TARGETS, family_of, widths_of
 from dotmoe.models.stream import TOKENS_AT_ONCE
 from dotmoe.text.expected import Writing
-from dotmoe.training.losses import chunk_rows
 
 Items = Mapping[str, int]
 """Numbers of bytes, by what they hold."""

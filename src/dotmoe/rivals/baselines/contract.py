@@ -17,11 +17,11 @@ from dotmoe.method.calibrate import block_inputs
 from dotmoe.method.config import AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import columns_of
+from dotmoe.method.losses import IGNORED, distillation_loss, head_of, next_token_labels
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, readout_of
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.scoring import hidden_states
 from dotmoe.rivals.config import BaselineConfig
-from dotmoe.training.losses import IGNORED, distillation_loss, head_of, next_token_labels
 
 KMEANS_STARTS = 4
 """Number of random k-means starts, of which the best is kept."""
