@@ -156,43 +156,71 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
     capacity_E = checked_capacity(plan, capacity).to(plan.device)
     extremes_of(plan)
     *leading, num_neurons, num_experts = plan.shape
-    # Rows are the neurons of all layers; a slot is one expert of one layer.
-    scores_RE = plan.detach().reshape(-1, num_experts)
-    rows_R = torch.arange(len(scores_RE), device=plan.device)
-    capacity_S = capacity_E.repeat(len(rows_R) // num_neurons)
-    # The first proposal of all rows at once; `max` returns the first of equal entries.
-    score_R, expert_R = scores_RE.max(dim=-1)
-    slot_R = rows_R // num_neurons * num_experts + expert_R
-    # The score that a newcomer must beat: any score does, until the slot refuses its first row. The
-    # last entry is of no slot.
-    num_slots, one_R = len(capacity_S), torch.ones_like(slot_R)
-    worst_score_S = scores_RE.new_full((num_slots + 1,), -torch.inf)
-    worst_row_S = capacity_S.new_zeros(num_slots + 1)
+    proposals = _Proposals(plan.detach().reshape(-1, num_experts), capacity_E, num_neurons)
     while True:
-        # Slots with too many proposals keep the best; only these slots are processed.
-        size_S = torch.zeros_like(capacity_S).scatter_add_(0, slot_R, one_R)
-        crowded_S = size_S > capacity_S
+        refused = proposals.refused_rows()
+        if refused is None:
+            return (proposals.slot_R % num_experts).reshape(*leading, num_neurons)
+        proposals.propose_again(refused)
+
+
+class _Proposals:
+    """Deferred acceptance in all layers at once: the slot to which each row proposes now.
+
+    Rows (R) are the neurons of all layers; a slot (S) is one expert of one layer.
+    """
+
+    def __init__(self, scores_RE: Tensor, capacity_E: Tensor, num_neurons: int) -> None:
+        num_rows, self.num_experts = scores_RE.shape
+        self.num_neurons = num_neurons
+        self.scores_RE = scores_RE
+        self.capacity_S = capacity_E.repeat(num_rows // num_neurons)
+        # The first proposal of all rows at once; `max` returns the first of equal entries.
+        self.score_R, expert_R = scores_RE.max(dim=-1)
+        rows_R = torch.arange(num_rows, device=scores_RE.device)
+        self.slot_R = rows_R // num_neurons * self.num_experts + expert_R
+        self.one_R = torch.ones_like(self.slot_R)
+        # The score that a newcomer must beat: any score does, until the slot refuses its first row.
+        # The last entry is of no slot.
+        num_entries = len(self.capacity_S) + 1
+        self.worst_score_S = scores_RE.new_full((num_entries,), -torch.inf)
+        self.worst_row_S = self.capacity_S.new_zeros(num_entries)
+
+    def refused_rows(self) -> Tensor | None:
+        """Keep the best rows of each slot and give all others; None if every slot has room.
+
+        Only slots with too many proposals are processed.
+        """
+        zeros_S = torch.zeros_like(self.capacity_S)
+        size_S = zeros_S.scatter_add_(0, self.slot_R, self.one_R)
+        crowded_S = size_S > self.capacity_S
         # In row order, which the stable sorts keep; then by falling score, and by slot.
-        rows = crowded_S[slot_R].nonzero().squeeze(-1)
+        rows = crowded_S[self.slot_R].nonzero().squeeze(-1)
         if not len(rows):
-            return (slot_R % num_experts).reshape(*leading, num_neurons)
-        rows = rows[score_R[rows].argsort(descending=True, stable=True)]
-        rows = rows[slot_R[rows].argsort(stable=True)]
+            return None
+        rows = rows[self.score_R[rows].argsort(descending=True, stable=True)]
+        rows = rows[self.slot_R[rows].argsort(stable=True)]
         size_S = torch.where(crowded_S, size_S, 0)
-        slots = slot_R[rows]
+        slots = self.slot_R[rows]
         place = torch.arange(len(rows), device=rows.device) - (size_S.cumsum(0) - size_S)[slots]
         # The last row that has room is the slot's worst; picking it out would be one more wait.
-        slot_of_last = torch.where(place == capacity_S[slots] - 1, slots, num_slots)
-        worst_score_S[slot_of_last], worst_row_S[slot_of_last] = score_R[rows], rows
-        free = rows[place >= capacity_S[slots]]
-        # Every refused row proposes to the best slot that would still take it. A slot's worst row
-        # only improves, so a slot whose worst row beats a free row now would refuse it for ever: no
-        # record of refusals is needed.
-        layer = free // num_neurons
-        worst_score = worst_score_S[:-1].view(-1, num_experts)[layer]
-        worst_row = worst_row_S[:-1].view(-1, num_experts)[layer]
-        scores = scores_RE[free]
+        num_slots = len(self.capacity_S)
+        slot_of_last = torch.where(place == self.capacity_S[slots] - 1, slots, num_slots)
+        self.worst_score_S[slot_of_last] = self.score_R[rows]
+        self.worst_row_S[slot_of_last] = rows
+        return rows[place >= self.capacity_S[slots]]
+
+    def propose_again(self, free: Tensor) -> None:
+        """Let every refused row propose to the best slot that would still take it.
+
+        A slot's worst row only improves, so a slot whose worst row beats a free row now would
+        refuse it for ever: no record of refusals is needed.
+        """
+        layer = free // self.num_neurons
+        worst_score = self.worst_score_S[:-1].view(-1, self.num_experts)[layer]
+        worst_row = self.worst_row_S[:-1].view(-1, self.num_experts)[layer]
+        scores = self.scores_RE[free]
         lost = (scores == worst_score) & (free.unsqueeze(-1) > worst_row)
         scores.masked_fill_((scores < worst_score) | lost, -torch.inf)
-        score_R[free], expert = scores.max(dim=-1)
-        slot_R[free] = layer * num_experts + expert
+        self.score_R[free], expert = scores.max(dim=-1)
+        self.slot_R[free] = layer * self.num_experts + expert
