@@ -62,9 +62,8 @@ class LearnedAssignment:
         self.prefix = prefix
         affinity_LNE, router_LED = initial.affinity_LNE[first:], initial.router_LED[first:]
         self.affinity_LNE = nn.Parameter(divided(affinity_LNE, self.ranks), config.learn_assignment)
-        in_model_dtype = config.router_dtype == "model"
         model_dtype = next(dense.model.parameters()).dtype
-        self.router_dtype = model_dtype if in_model_dtype else torch.float32
+        self.router_dtype = model_dtype if config.router_dtype == "model" else torch.float32
         self.router_rate = config.lr if config.lr_router is None else config.lr_router
         self.router_LED = nn.Parameter(
             divided(router_LED.float(), self.ranks), requires_grad=self.router_rate > 0
@@ -79,19 +78,7 @@ class LearnedAssignment:
         self.shared = list[_SharedLayers]()
         """Router and plan of the current step, as its micro-batches use them."""
         unassigned_LN = torch.full((num_layers, num_units), UNASSIGNED, device=dense.device)
-        has_shared_expert = split.columns > split.num_experts
-        self.masking = Masking(
-            routing=Routing(
-                active_experts=split.active_experts,
-                surrogate=config.surrogate,
-                in_model_dtype=in_model_dtype,
-            ),
-            expert_of_neuron_LN=unassigned_LN,
-            router_LED=(),
-            fixed=(1.0,) if has_shared_expert else (),
-            first_layer=first,
-            target=split.target,
-        )
+        self.masking = _masking_of(split, config, unassigned_LN)
         if not config.learn_assignment:
             self.masking.expert_of_neuron_LN = self.rounded(self.plan(assignment.tau_end))
 
@@ -193,6 +180,23 @@ class LearnedAssignment:
 
     def _divided(self, part: Tensor) -> Tensor:
         return as_divided(part, len(self.affinity_LNE), self.ranks)
+
+
+def _masking_of(split: Granularity, config: AlignConfig, expert_LN: Tensor) -> Masking:
+    """The masking of a split's layers, whose routers and plans each step sets."""
+    has_shared_expert = split.columns > split.num_experts
+    return Masking(
+        routing=Routing(
+            active_experts=split.active_experts,
+            surrogate=config.surrogate,
+            in_model_dtype=config.router_dtype == "model",
+        ),
+        expert_of_neuron_LN=expert_LN,
+        router_LED=(),
+        fixed=(1.0,) if has_shared_expert else (),
+        first_layer=split.first_dense_layers,
+        target=split.target,
+    )
 
 
 class _SharedLayers:
