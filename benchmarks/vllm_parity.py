@@ -86,7 +86,9 @@ def prompts_of(folder: Path, text: str, count: int) -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = [
-        i for document in documents(DataConfig(data=(text,))) for i in tokenizer(document).input_ids
+        i
+        for document in documents(DataConfig(data=(text,)))
+        for i in tokenizer(document.text).input_ids
     ]
     starts = range(0, len(ids) - CONTEXT, (len(ids) - CONTEXT) // count)
     return [ids[start : start + 64 + 37 * i % 192] for i, start in enumerate(starts)][:count]

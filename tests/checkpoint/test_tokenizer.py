@@ -15,6 +15,7 @@ from dotmoe.models.save import write_weights
 from dotmoe.models.source import _UNWANTED, _WANTED
 from dotmoe.models.tokenizer import load_tokenizer, tokenizer_notes
 from dotmoe.text.packing import pack
+from dotmoe.text.rows import Document
 from runs import TINY_CONVERT, loaded, put_into, words
 from zoo import KINDS, write_tokenizer
 
@@ -71,7 +72,7 @@ def test_texts_of_the_method_begin_with_the_bos_that_the_tokenizer_names(tmp_pat
     for kind in ("yi", "qwen2"):  # neither is put before a prompt
         rows = written(tmp_path / kind, kind)
         tokenizer = load_tokenizer(tmp_path / kind, rows)
-        first = pack(["the", "in"], tokenizer)[0].tolist()[0]
+        first = pack([Document("the"), Document("in")], tokenizer)[0].tolist()[0]
         assert (first == tokenizer.bos_token_id) == (kind == "yi")
 
 

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from written_text import TEXTS, jsonl, parquet_bytes, read, write
+from written_text import TEXTS, documents_of, jsonl, parquet_bytes, read, write
 
 from dotmoe.common.errors import UserError
 from dotmoe.text import blocks, packing
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import DataConfig
 from dotmoe.text.packing import joined, pack, pack_sources, source_record, tokenised
+from dotmoe.text.rows import Document
 from dotmoe.text.sources import documents, sources_of
 from runs import refusal
 
@@ -65,7 +66,7 @@ def test_the_share_of_tokens_follows_the_weights_at_every_moment(family, weights
     tokenizer = dense_of(family).tokenizer
     shares = [weight / sum(weights) for weight in weights]
     records = [source_record(name, share) for name, share in zip(three, shares, strict=True)]
-    sources = [(record, tokenised(read(record["name"]), tokenizer)) for record in records]
+    sources = [(record, tokenised(documents_of(record["name"]), tokenizer)) for record in records]
     counts, moments, longest = [0, 0, 0], 0, 902
     for record, ids, _ in joined(sources, tokenizer):
         if any(one["ran_out"] for one in records):
@@ -288,14 +289,15 @@ def test_documents_are_separated_by_bos_else_eos_else_nothing(with_bos, dense_of
     num_bytes = sum(len(text.encode()) for text in TEXTS)
     path = write(tmp_path / "a.jsonl", jsonl([{"text": text} for text in TEXTS]))
     for tokenizer, tokens in expected.items():
-        flat, tokens_per_byte = pack(["", *TEXTS, ""], tokenizer)  # no trace of empty ones
+        given = map(Document, ["", *TEXTS, ""])  # no trace of empty ones
+        flat, tokens_per_byte = pack(given, tokenizer)
         assert (flat.tolist(), flat.dtype) == (tokens, torch.int32)
         assert tokens_per_byte == pytest.approx(len(tokens) / num_bytes)
         in_blocks, record = packed(path, tokenizer=tokenizer, seq_len=2)
         assert record["tokens"] == len(tokens)
         assert in_blocks.flatten().tolist() == tokens[: len(tokens) // 2 * 2]
     with pytest.raises(UserError, match="no text"):
-        pack(["", ""], with_bos)
+        pack([Document(""), Document("")], with_bos)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -304,7 +306,7 @@ def test_names_of_control_tokens_in_text_are_text(family, dense_of):
     tokenizer = dense_of(family).tokenizer
     for name in ("<s>", "</s>", "<|endoftext|>"):
         text = f"an end {name}\n{name}<s"
-        (piece,) = tokenised([text], tokenizer)
+        (piece,) = tokenised([Document(text)], tokenizer)
         assert piece.ids == [tokenizer.encode(sign)[-1] for sign in text]
     assert tokenizer.encode("</s><|endoftext|>").count(1) == 1  # as it was
 

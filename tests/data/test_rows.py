@@ -5,11 +5,11 @@ import re
 import tracemalloc
 
 import pytest
-from written_text import jsonl, parquet_bytes, read, refusal_of, write
+from written_text import documents_of, jsonl, parquet_bytes, read, refusal_of, write
 
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import PIECE_CHARACTERS, cut, whole_documents
-from dotmoe.text.rows import Asking, Chat, content_of
+from dotmoe.text.rows import Chat, Document, content_of
 from dotmoe.text.sources import documents, opened
 from runs import refusal
 
@@ -26,7 +26,7 @@ class Printing:
 
 
 def chats(path):
-    return list(documents(DataConfig(data=(str(path),)), Printing))
+    return [each.text for each in documents(DataConfig(data=(str(path),)), Printing)]
 
 
 TURNS = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me, 1 🙂"}]
@@ -176,8 +176,8 @@ def test_tool_calls_that_a_template_writes_need_no_content(tmp_path):
 
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     path = write(tmp_path / "a.jsonl", jsonl([one(call)]))
-    (text,) = documents(DataConfig(data=(str(path),)), Calling)
-    assert "'assistant', '', [{'function'" in text
+    (document,) = documents(DataConfig(data=(str(path),)), Calling)
+    assert "'assistant', '', [{'function'" in document.text
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -201,7 +201,8 @@ def test_what_a_template_leaves_out_is_said(tmp_path, caplog):
             return "".join(m["content"] for m in messages if m["role"] == "user")
 
     path = write(tmp_path / "a.jsonl", jsonl([{"messages": TURNS}] * 2))
-    assert list(documents(DataConfig(data=(str(path),)), UserOnly)) == ["Who?"] * 2
+    rendered = Document("Who?", is_rendered=True)
+    assert list(documents(DataConfig(data=(str(path),)), UserOnly)) == [rendered] * 2
     (said,) = caplog.messages
     assert "leaves out or changes what messages of role assistant say" in said
 
@@ -264,11 +265,12 @@ def test_an_array_that_is_damaged_is_refused(tmp_path, content):
 
 def test_a_long_text_comes_in_the_pieces_of_the_whole(tmp_path):
     text = "".join(f"line {n}\n\n  of some text é\n" for n in range(200_000))
-    parts = read(write(tmp_path / "a.txt", text))
-    assert parts == list(cut(text))
-    assert max(map(len, parts)) <= PIECE_CHARACTERS
-    assert list(whole_documents(parts)) == [text]
-    assert list(whole_documents(["a", *parts, "b"])) == ["a", text, "b"]
+    parts = documents_of(write(tmp_path / "a.txt", text))
+    assert [part.text for part in parts] == list(cut(text))
+    assert max(len(part.text) for part in parts) <= PIECE_CHARACTERS
+    assert list(whole_documents(parts)) == [Document(text)]
+    before, whole, after = Document("a"), Document(text), Document("b")
+    assert list(whole_documents([before, *parts, after])) == [before, whole, after]
 
 
 def test_objects_over_several_lines_are_rows_of_a_json_file(tmp_path):
@@ -293,7 +295,7 @@ def test_memory_does_not_grow_with_a_file(tmp_path, name):
     del content
     tracemalloc.start()
     try:
-        total = sum(map(len, documents(DataConfig(data=(str(path),)))))
+        total = sum(len(each.text) for each in documents(DataConfig(data=(str(path),))))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -338,5 +340,5 @@ def test_a_question_has_line_ends_of_text_mode_and_a_blank_one_is_left_out(tmp_p
     file = tmp_path / "ask.jsonl"
     rows = [{"prompt": ""}, {"prompt": "One\r\ntwo\rthree"}, {"prompt": None}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asking = [each for each in asked_in(file) if each or type(each) is Asking]
+    asking = [each for each in asked_in(file) if not each.says_nothing]
     assert [each.messages[0]["content"] for each in asking] == ["One\ntwo\nthree"]

@@ -111,8 +111,8 @@ def test_names_that_all_say_a_split_are_splits(tmp_path, monkeypatch):
     write(folder / "test/x.json", jsonl([{"content": "c", "body": "d"}]))
     assert read(folder) == TEXTS
     config = DataConfig(data=("x",))
-    assert list(opened(f"{folder}#body", config)) == ["b"] * 3
-    assert list(opened(f"{folder}@test#body", config)) == ["d"]
+    assert [each.text for each in opened(f"{folder}#body", config)] == ["b"] * 3
+    assert [each.text for each in opened(f"{folder}@test#body", config)] == ["d"]
     assert read(f"{folder}@validation") == ["v"]
     assert "no file whose name says nonsense" in refusal_of(f"{folder}@nonsense")
     assert re.search(r"line 1 has no field 'no'; it has content", refusal_of(f"{folder}#no"))

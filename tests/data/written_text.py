@@ -12,8 +12,12 @@ from runs import refusal
 TEXTS = ["The cat sat on the mat.\n", "Zwölf Boxkämpfer 🙂", "x = [1, 2]\n\n\ty = 3"]
 
 
-def read(*sources, **options):
+def documents_of(*sources, **options):
     return list(documents(DataConfig(data=tuple(map(str, sources)), **options)))
+
+
+def read(*sources, **options):
+    return [document.text for document in documents_of(*sources, **options)]
 
 
 def refusal_of(*sources, **options):

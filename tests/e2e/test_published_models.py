@@ -20,6 +20,7 @@ from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import export
 from dotmoe.models.load import dense_config
 from dotmoe.text.packing import pack
+from dotmoe.text.rows import Document
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
 from runs import TEXT, loaded, slow_but
 from zoo import KINDS, write_tokenizer
@@ -143,7 +144,7 @@ def test_a_published_model_goes_all_the_way(name, tmp_path, layout_of):
     rows = written(tmp_path / "dense", name)
     dense = loaded(tmp_path / "dense")
     assert ids_of(dense.tokenizer) == ids_in_file(tmp_path / "dense")
-    tokens_BT = pack([TEXT], dense.tokenizer, 192)[0].long().view(2, 96)
+    tokens_BT = pack([Document(TEXT)], dense.tokenizer, 192)[0].long().view(2, 96)
     assert int(tokens_BT.max()) < rows
     layout = layout_of(dense, dtype=torch.bfloat16)
     out = tmp_path / "out"

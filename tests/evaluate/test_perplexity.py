@@ -27,6 +27,7 @@ from dotmoe.measure.evaluate.models import row_nats, stock_nats
 from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
 from dotmoe.models import scoring
 from dotmoe.models.config import LoadConfig
+from dotmoe.text.rows import Document
 
 TEXTS = ["The cat sat on the mat.\n" * 9, "Zwölf Boxkämpfer jagen Viktor.", "x = [1, 2, 3]\n" * 11]
 ROWS = ["", " = A heading = \n", "", " Some text , and more .\n", " The next paragraph .\n", ""]
@@ -48,7 +49,7 @@ class FixedChances:
 
 
 def text_of(dense, texts=TEXTS, **options):
-    with patch("dotmoe.measure.evaluate.perplexity.documents", lambda *_: iter(texts)):
+    with patch("dotmoe.measure.evaluate.perplexity.documents", lambda *_: map(Document, texts)):
         return packed_text(TextConfig(**options), dense.tokenizer)
 
 

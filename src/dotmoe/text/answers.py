@@ -33,7 +33,6 @@ from dotmoe.models.family import DenseModel
 from dotmoe.models.identity import cached_in
 from dotmoe.models.sampling import Continuation, Sampling, continuations
 from dotmoe.text.config import DataConfig
-from dotmoe.text.rows import Asking
 from dotmoe.text.sources import PROMPTS, SELF, asks, local_files, opened
 
 Kept = TypeVar("Kept")
@@ -124,7 +123,7 @@ def questions_in(data: DataConfig, tokenizer: Any) -> list[Question]:
             found += own_prompts("asked")
         elif source != SELF and local_files(source):
             read = opened(source, data, tokenizer, answered=True)
-            asking = [Question(messages=each.messages) for each in read if type(each) is Asking]
+            asking = [Question(messages=each.messages) for each in read if each.messages]
             if asking and data.data_weights:
                 raise UserError(
                     f"data_weights divide tokens between texts, and between them and {SELF} or "

@@ -7,7 +7,6 @@ from dotmoe.common.numbers import ceil_div
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import answers
 from dotmoe.text.config import AnswersConfig, DataConfig
-from dotmoe.text.rows import Asking
 from dotmoe.text.sources import PROMPTS, SELF, local_files, opened
 
 QUESTION_TOKENS, ANSWER_TOKENS = 48, 220
@@ -70,7 +69,8 @@ def _begins_with_question(source: str) -> bool:
         if not local_files(source):
             return False
         rows = opened(source, DataConfig(data=(source,)), answered=True)
-        return type(next(rows, None)) is Asking
+        first = next(rows, None)
+        return first is not None and bool(first.messages)
     except UserError:  # chats with answers need a tokenizer
         return False
 

@@ -17,7 +17,7 @@ from dotmoe.text.rows import (
     BESIDE_MESSAGES,
     FIELDS,
     OF_A_MESSAGE,
-    Asking,
+    Document,
     RowReader,
     is_message,
 )
@@ -28,12 +28,6 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 FORMATS = f".txt, .md, .json, .jsonl (also with {', '.join(COMPRESSIONS)}), .parquet"
 """Files that are read here, in words; `datasets` reads others."""
 _READ_CHARACTERS, _HEAD_BYTES = 1 << 20, 1 << 12
-
-
-class Continued(str):
-    """A part of a document, which goes on from the part before it."""
-
-    __slots__ = ()
 
 
 def cut(text: str) -> Iterator[str]:
@@ -57,31 +51,31 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def whole_documents(documents: Iterable[str]) -> Iterator[str]:
-    """The documents, each in one string: parts are joined to what they go on from."""
+def whole_documents(documents: Iterable[Document]) -> Iterator[Document]:
+    """The texts of the documents, each in one: parts are joined to what they go on from."""
     parts = list[str]()
     for document in documents:
-        if parts and type(document) is not Continued:
-            yield "".join(parts)
+        if parts and not document.is_continued:
+            yield Document("".join(parts))
             parts = []
-        parts.append(document)
+        parts.append(document.text)
     if parts:
-        yield "".join(parts)
+        yield Document("".join(parts))
 
 
-def documents_in(source: str, files: list[Path], rows: RowReader) -> Iterator[str]:
+def documents_in(source: str, files: list[Path], rows: RowReader) -> Iterator[Document]:
     """Stream the documents of files; raises `UserError` if they hold no text at all."""
     is_empty = True
     for path in files:
         for document in file_documents(path, rows):
-            says_nothing = not document or document.isspace()
-            is_empty = is_empty and says_nothing and type(document) is not Asking
+            is_blank = document.says_nothing or document.text.isspace()
+            is_empty = is_empty and is_blank
             yield document
     if is_empty:
         raise UserError(f"{source} is empty: it holds no text. Name a source with text in it.")
 
 
-def file_documents(path: Path, rows: RowReader) -> Iterator[str]:
+def file_documents(path: Path, rows: RowReader) -> Iterator[Document]:
     """Stream the documents of one file, whose suffix gives the format.
 
     A row that says nothing gives an empty document. Raises `UserError` if the file is unreadable,
@@ -109,24 +103,24 @@ def file_documents(path: Path, rows: RowReader) -> Iterator[str]:
 # --- formats -----------------------------------------------------------------------------------
 
 
-def _text(path: Path, file: io.BufferedReader, _rows: RowReader) -> Iterator[str]:
+def _text(path: Path, file: io.BufferedReader, _rows: RowReader) -> Iterator[Document]:
     """The one document of a file, in the pieces that `cut` makes of the whole."""
     _require_utf8(path, file)
     stream = io.TextIOWrapper(file, encoding="utf-8-sig")  # its line ends become \n
-    kind: type[str] = str
+    is_continued = False
     rest = ""
     while part := stream.read(_READ_CHARACTERS):
         if "\0" in part:
             raise _no_utf8(path, "holds NUL bytes, so it is no text in UTF-8")
         *pieces, rest = cut(rest + part)
         for piece in pieces:
-            yield kind(piece)
-            kind = Continued
-    is_blank = kind is str and rest.isspace()
-    yield "" if is_blank else kind(rest)
+            yield Document(piece, is_continued=is_continued)
+            is_continued = True
+    is_blank = not is_continued and rest.isspace()
+    yield Document("" if is_blank else rest, is_continued=is_continued)
 
 
-def _json(path: Path, file: io.BufferedReader, rows: RowReader) -> Iterator[str]:
+def _json(path: Path, file: io.BufferedReader, rows: RowReader) -> Iterator[Document]:
     """Documents of JSON arrays, of objects over several lines, or of one row per line."""
     head = _require_utf8(path, file).removeprefix(codecs.BOM_UTF8).lstrip()
     is_spread = suffix_of(path) == ".json" and _is_spread(head)
@@ -255,7 +249,7 @@ def _no_json(place: object, cause: object) -> UserError:
     return UserError(f"{place} is not JSON in UTF-8 ({why}). Fix it.")
 
 
-def _parquet(path: Path, file: io.BufferedReader, rows: RowReader) -> Iterator[str]:
+def _parquet(path: Path, file: io.BufferedReader, rows: RowReader) -> Iterator[Document]:
     table = pyarrow.parquet.ParquetFile(file)
     present = table.schema_arrow.names
     wanted = [rows.field] if rows.field else [*FIELDS]
@@ -305,7 +299,7 @@ _MARKS = (  # the mark of UTF-32 begins with that of UTF-16
     (codecs.BOM_UTF16_BE, "UTF-16 (big-endian)"),
 )
 
-_Reader = Callable[[Path, io.BufferedReader, RowReader], Iterator[str]]
+_Reader = Callable[[Path, io.BufferedReader, RowReader], Iterator[Document]]
 _READERS: dict[str, _Reader] = {
     ".txt": _text,
     ".md": _text,

@@ -16,8 +16,8 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.models.identity import state_of
 from dotmoe.text.blocks import block_writer
 from dotmoe.text.config import DataConfig
-from dotmoe.text.files import Continued, cut
-from dotmoe.text.rows import Asking, Rendered
+from dotmoe.text.files import cut
+from dotmoe.text.rows import Document
 from dotmoe.text.sources import local_files, opened, sources_of
 
 Record = dict[str, Any]
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 def pack(
-    documents: Iterable[str], tokenizer: Any, max_tokens: int | None = None
+    documents: Iterable[Document], tokenizer: Any, max_tokens: int | None = None
 ) -> tuple[Tensor, float]:
     """Tokenise documents and join them: this packing is used for training and for perplexity.
 
@@ -127,11 +127,11 @@ def source_record(name: str, weight: float | None) -> Record:
     return {"name": name, "weight": weight, **counts, "read_of_piece": 0, "ran_out": False}
 
 
-def _counted(documents: Iterable[str], record: Record) -> Iterator[str]:
+def _counted(documents: Iterable[Document], record: Record) -> Iterator[Document]:
     """The documents; counts those without text, of all that are read, in the source's record."""
     record["without_text"] = 0  # what a stopped process counted is read again
     for document in documents:
-        if not document and type(document) is not Asking:
+        if document.says_nothing:
             record["without_text"] += 1
         yield document
 
@@ -228,31 +228,34 @@ def _rest(piece: Piece, tokens: int) -> Piece:
     return Piece(piece.ids[tokens:], is_start=False, num_bytes=0)
 
 
-def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterator[Piece]:
+def tokenised(documents: Iterable[Document], tokenizer: Any, skip: int = 0) -> Iterator[Piece]:
     """Tokenise documents piece by piece, but the first `skip` pieces; skip empty documents.
 
     Text is text: the name of a control token, such as `</s>`, is tokenised like other words, except
-    in `Rendered` documents.
+    in documents that are rendered.
     """
-    all_pieces = (
-        (piece, number == 0 and type(document) is not Continued, type(document) is Rendered)
-        for document in documents
-        for number, piece in enumerate(filter(None, cut(document)))
-    )
-    pieces = islice(all_pieces, skip, None)
-    while batch := list(islice(pieces, _PIECES_AT_ONCE)):
-        for is_rendered, group in groupby(batch, key=lambda one: one[2]):
-            texts, starts, _ = zip(*group, strict=True)
+    parts = islice(_parts_of(documents), skip, None)
+    while batch := list(islice(parts, _PIECES_AT_ONCE)):
+        for is_rendered, group in groupby(batch, key=lambda part: part.is_rendered):
+            alike = list(group)
             encoded = tokenizer(
-                list(texts),
+                [part.text for part in alike],
                 add_special_tokens=False,
                 split_special_tokens=not is_rendered,
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,  # a piece may be longer than the model's context
             )["input_ids"]
-            for ids, piece, is_start in zip(encoded, texts, starts, strict=True):
-                yield Piece(ids, is_start, len(piece.encode()))
+            for ids, part in zip(encoded, alike, strict=True):
+                yield Piece(ids, not part.is_continued, len(part.text.encode()))
+
+
+def _parts_of(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents cut into parts that are tokenised at once, without empty ones."""
+    for document in documents:
+        for number, text in enumerate(filter(None, cut(document.text))):
+            is_continued = document.is_continued or number > 0
+            yield document._replace(text=text, is_continued=is_continued)
 
 
 def separator_id(tokenizer: Any) -> int | None:

@@ -42,19 +42,22 @@ _CARRIAGE_RETURN = re.compile(r"\r\n?")
 _NAME_ANOTHER = "Name another field: SOURCE#FIELD."
 
 
-class Rendered(str):
-    """A document in which names of control tokens stand for these tokens, such as a chat."""
+class Document(NamedTuple):
+    """A text, a part of a long text, or a chat that the dense model answers."""
 
-    __slots__ = ()
+    text: str
+    """Empty for a row that says nothing, and for a chat to answer, which is no text itself."""
+    messages: tuple[Message, ...] = ()
+    """A chat to answer, which ends with the user's turn."""
+    is_rendered: bool = False
+    """Whether names of control tokens stand for these tokens, as in a chat."""
+    is_continued: bool = False
+    """Whether it goes on from the document before it."""
 
-
-class Asking(str):
-    """The empty document of a row that asks: the dense model answers it, it is no text itself."""
-
-    __slots__ = ("messages",)
-
-    messages: "tuple[Message, ...]"
-    """A chat that ends with the user's turn."""
+    @property
+    def says_nothing(self) -> bool:
+        """Whether it has neither text nor a question."""
+        return not self.text and not self.messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +269,28 @@ class RowReader(NamedTuple):
     tokenizer: Any
     """Renders chats; None: they are refused."""
     answered: bool = False
-    """Whether the dense model answers rows that ask: then they give `Asking`, else their words."""
+    """Whether the dense model answers rows that ask: then they give their messages, else text."""
 
-    def document(self, row: Any, place: str) -> str:
+    def document(self, row: Any, place: str) -> Document:
         """The document of a row, with line ends of text mode; empty for a row that says nothing.
 
         Raises `UserError` as `content_of` and `rendered` do, or for what is no Unicode text.
         """
+        self._say_other_fields(row)
+        content = content_of(row, place, self.field)
+        if content is None:
+            return Document("")
+        if isinstance(content, str):
+            return Document(_checked_text(content, place))
+        if isinstance(row, Mapping):
+            _say_unread(self.source, row)
+        if content.asks and self.answered:
+            return Document("", messages=tuple(_checked(each, place) for each in content.messages))
+        text = rendered(content, self.tokenizer, place, self.source)
+        return Document(_checked_text(text, place), is_rendered=True)
+
+    def _say_other_fields(self, row: Any) -> None:
+        """Warn of a row that says something in several fields, of which one is read."""
         full = full_fields(row) if self.field is None and isinstance(row, Mapping) else []
         if full and full[0] not in CHAT_FIELDS and not _is_blank(row.get(PROMPT)):
             full.append(PROMPT)
@@ -282,32 +300,17 @@ class RowReader(NamedTuple):
                 f"{self.source}: rows say something in {first} and in {', '.join(others)}; "
                 f"{first} is read. Name another: SOURCE#FIELD"
             )
-        content = content_of(row, place, self.field)
-        if content is None:
-            return ""
-        if isinstance(content, Chat):
-            if isinstance(row, Mapping):
-                _say_unread(self.source, row)
-            if content.asks and self.answered:
-                asking = Asking()
-                asking.messages = tuple(_checked(each, place) for each in content.messages)
-                return asking
-            content = rendered(content, self.tokenizer, place, self.source)
-        require_text(content, place)
-        if "\r" not in content:
-            return content
-        return type(content)(_with_line_ends(content))
 
 
 def _checked(message: Message, place: str) -> Message:
     """A message of Unicode text with line ends of text mode."""
-    require_text(message["content"], place)
-    return {**message, "content": _with_line_ends(message["content"])}
+    return {**message, "content": _checked_text(message["content"], place)}
 
 
-def _with_line_ends(text: str) -> str:
-    """The text with line ends of text mode."""
-    return _CARRIAGE_RETURN.sub("\n", text)
+def _checked_text(text: str, place: str) -> str:
+    """The text with line ends of text mode; `UserError` if it is no Unicode text."""
+    require_text(text, place)
+    return _CARRIAGE_RETURN.sub("\n", text) if "\r" in text else text
 
 
 def _say_unread(source: str, row: Mapping[str, Any]) -> None:
@@ -333,7 +336,7 @@ def require_text(text: str, place: str) -> None:
         raise UserError(f"{place} holds the character NUL, so it is no text. Repair or remove it.")
 
 
-def rendered(chat: Chat, tokenizer: Any, place: str, source: str) -> Rendered:
+def rendered(chat: Chat, tokenizer: Any, place: str, source: str) -> str:
     """A chat as the model reads it, without the BOS that packing adds.
 
     Raises `UserError` if there is no chat template, or the chat does not suit it.
@@ -352,7 +355,7 @@ def rendered(chat: Chat, tokenizer: Any, place: str, source: str) -> Rendered:
                 f"{source}: the model's chat template leaves out or changes what messages of role "
                 f"{message['role']} say"
             )
-    return Rendered(text.removeprefix(tokenizer.bos_token or ""))
+    return text.removeprefix(tokenizer.bos_token or "")
 
 
 def _applied(tokenizer: Any, messages: Sequence[Message], place: str) -> str:

@@ -17,7 +17,7 @@ from dotmoe.common.files import expanded, sha256_of
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import COMPRESSIONS, FORMATS, documents_in, reader_of, suffix_of
 from dotmoe.text.folders import TRAIN, FolderData, data_of_folder, files_below, is_saved
-from dotmoe.text.rows import RowReader
+from dotmoe.text.rows import Document, RowReader
 
 STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
 SELF, PROMPTS = "self", "prompts"
@@ -56,10 +56,10 @@ def text_of(config: DataConfig) -> DataConfig:
     return replace(config, data=tuple(config.data[number] for number in kept), data_weights=weights)
 
 
-def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
+def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[Document]:
     """Stream the documents of all sources, one source after the other.
 
-    Carriage returns are line ends, as in Python's text mode. A chat is `Rendered` by the template
+    Carriage returns are line ends, as in Python's text mode. A chat is rendered by the template
     of `tokenizer`, and refused without one. Raises `UserError` for a mix or a missing source, and,
     while reading, for one that is empty, damaged or not text.
     """
@@ -105,10 +105,10 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
 
 def opened(
     source: str, config: DataConfig, tokenizer: Any = None, *, answered: bool = False
-) -> Iterator[str]:
+) -> Iterator[Document]:
     """Stream the documents of one source as `documents` does; `UserError` if it does not exist.
 
-    With `answered`, rows that ask give `Asking`.
+    With `answered`, rows that ask give their messages, no text.
     """
     name, split, field = _split_name(source)
     path = expanded(name)
@@ -310,7 +310,7 @@ _TABLES = ("encodings/", "pydoc_data/", "lib2to3/pgen2/", "unicodedata", "html/e
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-def stdlib_documents(split: Split) -> Iterator[str]:
+def stdlib_documents(split: Split) -> Iterator[Document]:
     """Source files of this Python's standard library without its tests, by a hash of their path.
 
     The order is the same everywhere, and the first few files are as good a sample as any. The hash
@@ -330,4 +330,4 @@ def stdlib_documents(split: Split) -> Iterator[str]:
         with suppress(UnicodeDecodeError, OSError):
             text = path.read_text(encoding="utf-8")
             if text.strip():
-                yield text
+                yield Document(text)

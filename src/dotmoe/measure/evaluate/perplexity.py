@@ -43,6 +43,7 @@ from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import DataConfig
 from dotmoe.text.files import whole_documents
 from dotmoe.text.packing import pack, separator_of
+from dotmoe.text.rows import Document
 from dotmoe.text.sources import documents
 
 FEW_WINDOWS = 16
@@ -180,7 +181,7 @@ def _joined_lines(config: TextConfig, tokenizer: Any) -> ScoredText:
     """
     digest = hashlib.sha256()
     read = whole_documents(documents(DataConfig(data=config.text)))
-    texts = list(_hashed(read, digest))
+    texts = [document.text for document in _hashed(read, digest)]
     lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
     ids = tokenizer(rows, verbose=False).input_ids
@@ -199,10 +200,11 @@ def _joined_lines(config: TextConfig, tokenizer: Any) -> ScoredText:
     )
 
 
-def _hashed(documents: Iterable[str], digest: Any) -> Iterator[str]:
+def _hashed(documents: Iterable[Document], digest: Any) -> Iterator[Document]:
     """The documents; a hash gets each one as it is read."""
     for document in documents:
-        digest.update(f"{len(document)}:{document}".encode(errors="surrogatepass"))
+        text = document.text
+        digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
         yield document
 
 
