@@ -20,7 +20,7 @@ from dotmoe.models.chat import asked, end_tokens
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_dense
 from dotmoe.models.sampling import Sampling, continuations
-from dotmoe.text.answers import own_prompts
+from dotmoe.text.questions import own_prompts
 
 
 def main() -> None:

@@ -28,7 +28,8 @@ from dotmoe.models.load import describe_dense, load_dense
 from dotmoe.pipeline.compare import text_tokens
 from dotmoe.run.config import RunConfig
 from dotmoe.run.folder import RESULTS, RunFolder
-from dotmoe.text.answers import ALIKE, OTHERS, Answer, OwnAnswers, own_answers
+from dotmoe.text.answers import ALIKE, OTHERS, Answer, OwnAnswers
+from dotmoe.text.answers_of_run import own_answers
 from dotmoe.text.config import DataConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dotmoe.text.answers import asks_by_name
 from dotmoe.text.config import DataConfig
+from dotmoe.text.questions import asks_by_name
 
 Options = Mapping[str, Any]
 By = Literal["nothing", "convert", "finetune", "prune", "quantise", "drop_idle"]

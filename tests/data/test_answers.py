@@ -8,19 +8,12 @@ import pytest
 from dotmoe.common.progress import Progress
 from dotmoe.models import chat
 from dotmoe.models.sampling import Sampling
-from dotmoe.text import answers
-from dotmoe.text.answers import (
-    OwnAnswers,
-    Question,
-    own_answers,
-    own_prompts,
-    own_turns,
-    question,
-    read_answers,
-    write_answers,
-    write_continuations,
-)
+from dotmoe.text import writing
+from dotmoe.text.answers import OwnAnswers, read_answers
+from dotmoe.text.answers_of_run import own_answers
 from dotmoe.text.config import DataConfig
+from dotmoe.text.questions import Question, own_prompts, question
+from dotmoe.text.writing import own_turns, write_answers, write_continuations
 from runs import refusal
 
 CHATML = (
@@ -80,8 +73,8 @@ def test_a_stopped_writer_goes_on_after_what_it_wrote(speaker, tmp_path, monkeyp
         yield next(answers_of(*arguments, **options))
         raise KeyboardInterrupt
 
-    answers_of = answers.continuations
-    monkeypatch.setattr(answers, "continuations", stopping)
+    answers_of = writing.continuations
+    monkeypatch.setattr(writing, "continuations", stopping)
     with pytest.raises(KeyboardInterrupt):
         write_answers(speaker, QUESTIONS, path, HOW, seed=0)
     assert not path.exists()
@@ -92,7 +85,7 @@ def test_a_stopped_writer_goes_on_after_what_it_wrote(speaker, tmp_path, monkeyp
         assert len(prompts) == 2
         return answers_of(model, prompts, *arguments, **options)
 
-    monkeypatch.setattr(answers, "continuations", rest)
+    monkeypatch.setattr(writing, "continuations", rest)
     assert write_answers(speaker, QUESTIONS, path, HOW, seed=0) == whole
     assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
     assert not parts.exists()
@@ -103,7 +96,7 @@ def test_what_a_stopped_writer_goes_on_with_is_what_it_would_have_written(
     kind, speaker, tmp_path, monkeypatch
 ):
     """Drawn, not greedy: by number, whatever is written beside."""
-    monkeypatch.setattr(answers, "FREE", replace(DRAWN, rows=2))
+    monkeypatch.setattr(writing, "FREE", replace(DRAWN, rows=2))
 
     def written(name):
         if kind == "texts":
@@ -111,7 +104,7 @@ def test_what_a_stopped_writer_goes_on_with_is_what_it_would_have_written(
         questions = [question(f"What is {number}?") for number in range(7)]
         return write_answers(speaker, questions, tmp_path / name, replace(DRAWN, rows=2), seed=3)
 
-    whole, one_by_one = written("whole"), answers.continuations
+    whole, one_by_one = written("whole"), writing.continuations
 
     def stopping(*arguments, **options):
         for number, made in enumerate(one_by_one(*arguments, **options)):
@@ -120,7 +113,7 @@ def test_what_a_stopped_writer_goes_on_with_is_what_it_would_have_written(
             yield made
 
     with monkeypatch.context() as patch:
-        patch.setattr(answers, "continuations", stopping)
+        patch.setattr(writing, "continuations", stopping)
         with pytest.raises(KeyboardInterrupt):
             written("stopped")
     assert len((tmp_path / "stopped.parts").read_text().splitlines()) == 3
@@ -165,7 +158,7 @@ def test_a_model_writes_turns_of_its_own_without_repeats(speaker):
     ],
 )
 def test_a_turn_that_does_not_end_is_cut_behind_a_sentence(written, kept):
-    assert answers._whole_sentences(written) == kept
+    assert writing._whole_sentences(written) == kept
 
 
 def test_prompts_of_the_package_are_distinct_and_none_is_measured_and_fitted():

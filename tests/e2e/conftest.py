@@ -5,18 +5,18 @@ import shutil
 import pytest
 from speakers import CHATML
 
-from dotmoe.text import answers
+from dotmoe.text import answering, writing
 from runs import put_into
 
 
 @pytest.fixture
 def short_answers(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    short = answers.Sampling(new_tokens=24)
+    short = writing.Sampling(new_tokens=24)
     for name in ("ANSWERS", "TURNS", "FREE"):
-        monkeypatch.setattr(answers, name, short)
+        monkeypatch.setattr(writing, name, short)
     monkeypatch.setattr("dotmoe.measure.evaluate.own_answers.ANSWERS", short)
-    monkeypatch.setattr(answers, "AT_ONCE", 8)
+    monkeypatch.setattr(answering, "AT_ONCE", 8)
 
 
 @pytest.fixture

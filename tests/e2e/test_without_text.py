@@ -9,14 +9,9 @@ from speakers import CHATML, OPTIONS, stock_closeness
 from dotmoe.common.files import read_json
 from dotmoe.models.chat import has_chats, states_chats
 from dotmoe.models.load import describe_dense
-from dotmoe.text import answers, expected
-from dotmoe.text.answers import (
-    num_answer_tokens,
-    num_chat_tokens,
-    own_prompts,
-    question,
-    read_answers,
-)
+from dotmoe.text import expected, writing
+from dotmoe.text.answers import num_answer_tokens, num_chat_tokens, read_answers
+from dotmoe.text.questions import own_prompts, question
 from dotmoe.text.tokenise import TokenisedText
 from runs import TINY_CONVERT, TinyRun, put_into, words
 
@@ -205,7 +200,7 @@ def test_another_run_finds_the_answers_and_another_text_does_not(speaker, tmp_pa
     first = TinyRun("convert", speaker, tmp_path / "first", OPTIONS).made()
     again = first.at(tmp_path / "again", active=0.5)
     with monkeypatch.context() as patch:
-        patch.setattr(answers, "continuations", None)
+        patch.setattr(writing, "continuations", None)
         again.made()
     name = "0_answers/fitted.jsonl"
     assert (again.folder / name).read_bytes() == (first.folder / name).read_bytes()

@@ -23,7 +23,7 @@ from dotmoe.method.layout import DROPPED, load_layouts
 from dotmoe.method.state import load_states
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.load import load_dense
-from dotmoe.text import answers
+from dotmoe.text import answering, writing
 from idle_experts import expert_energies, without_idlest
 from runs import put_into
 
@@ -42,11 +42,11 @@ def subject(tiny_dense, tmp_path, monkeypatch):
     """Settings of a trial on a tiny chat model, whose answers are short."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    short = answers.Sampling(new_tokens=16)
+    short = writing.Sampling(new_tokens=16)
     for name in ("ANSWERS", "TURNS", "FREE"):
-        monkeypatch.setattr(answers, name, short)
+        monkeypatch.setattr(writing, name, short)
     monkeypatch.setattr("dotmoe.measure.evaluate.own_answers.ANSWERS", short)
-    monkeypatch.setattr(answers, "AT_ONCE", 8)
+    monkeypatch.setattr(answering, "AT_ONCE", 8)
     monkeypatch.setattr(campaign, "probed", lambda *which: Rates(read=100.0, written=10.0))
     here = Accelerator(name="this CPU", flops_per_s=1e10, bytes_per_s=1e9, on_cpu=True)
     here = replace(here, memory_bytes=10**10)

@@ -32,7 +32,7 @@ from dotmoe.run.config import CompareConfig, PruneRunConfig, RunConfig, finetune
 from dotmoe.run.defaults import with_sources
 from dotmoe.run.folder import OtherRunError, RunFolder
 from dotmoe.run.provenance import provenance
-from dotmoe.text.answers import asks_by_name
+from dotmoe.text.questions import asks_by_name
 from dotmoe.text.tokenise import TokenisedText
 
 _OWN = "own, not exportable"

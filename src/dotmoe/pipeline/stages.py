@@ -56,9 +56,11 @@ from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder
 from dotmoe.run.provenance import provenance
-from dotmoe.text.answers import OwnAnswers, asks_by_name, own_answers
+from dotmoe.text.answers import OwnAnswers
+from dotmoe.text.answers_of_run import own_answers
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import AnswersConfig
+from dotmoe.text.questions import asks_by_name
 from dotmoe.text.sources import SELF, fingerprints_of
 from dotmoe.text.tokenise import (
     NO_ANSWERS,

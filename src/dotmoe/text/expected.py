@@ -1,12 +1,13 @@
-"""How much a dense model is expected to write in a run, before it writes: see `answers`."""
+"""How much a dense model is expected to write in a run, before it writes: see `writing`."""
 
 from dataclasses import dataclass
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.numbers import ceil_div
 from dotmoe.models.sampling import Sampling
-from dotmoe.text import answers
+from dotmoe.text import answering, writing
 from dotmoe.text.config import AnswersConfig, DataConfig
+from dotmoe.text.questions import asks_by_name, own_prompts
 from dotmoe.text.sources import PROMPTS, SELF, local_files, opened
 
 QUESTION_TOKENS, ANSWER_TOKENS = 48, 220
@@ -52,7 +53,7 @@ def expected_writing(
     """
     made = list[Writing]()
     tokens = how.answer_tokens or tokens
-    if answers.asks_by_name(data):
+    if asks_by_name(data):
         made += _chats(data, tokens) if is_chat else [_from_nothing(tokens)]
     elif is_chat and any(map(_begins_with_question, data.data)):
         wanted = _in_portions(tokens, QUESTION_TOKENS + ANSWER_TOKENS)
@@ -79,26 +80,26 @@ def _chats(data: DataConfig, tokens: int) -> list[Writing]:
     """Answers to fit to, and the questions that the model writes once the prompts have run out."""
     questions = 0
     if PROMPTS in data.data:
-        asked = answers.own_prompts("asked")
+        asked = own_prompts("asked")
         questions = len([each for each in asked if not each.is_heldout])
     wanted = _in_portions(tokens, QUESTION_TOKENS + ANSWER_TOKENS)
     if SELF not in data.data:
-        return [_answers("answers to fit to", min(wanted, answers.ROUNDS * questions))]
+        return [_answers("answers to fit to", min(wanted, writing.ROUNDS * questions))]
     own = max(0, wanted - questions)
     if not own:
         return [_answers("answers to fit to", wanted)]
-    turns = _texts("questions", _in_portions(own, 1), 0, TURN_TOKENS, answers.TURNS)
+    turns = _texts("questions", _in_portions(own, 1), 0, TURN_TOKENS, writing.TURNS)
     return [turns, _answers("answers to fit to", wanted)]
 
 
 def _from_nothing(tokens: int) -> Writing:
     """Texts of a base model, which seldom ends one."""
-    longest = answers.FREE.new_tokens
-    return _texts("texts to fit to", _in_portions(tokens, 1 + longest), 1, longest, answers.FREE)
+    longest = writing.FREE.new_tokens
+    return _texts("texts to fit to", _in_portions(tokens, 1 + longest), 1, longest, writing.FREE)
 
 
 def _answers(what: str, texts: int) -> Writing:
-    return _texts(what, texts, QUESTION_TOKENS, ANSWER_TOKENS, answers.ANSWERS)
+    return _texts(what, texts, QUESTION_TOKENS, ANSWER_TOKENS, writing.ANSWERS)
 
 
 def _texts(what: str, texts: int, read: int, written: int, how: Sampling) -> Writing:
@@ -114,5 +115,5 @@ def _texts(what: str, texts: int, read: int, written: int, how: Sampling) -> Wri
 
 def _in_portions(amount: int, of_each: int) -> int:
     """Number of texts that hold an amount, if so many are written at a time."""
-    of_a_portion = answers.AT_ONCE * of_each
-    return ceil_div(amount, of_a_portion) * answers.AT_ONCE
+    of_a_portion = answering.AT_ONCE * of_each
+    return ceil_div(amount, of_a_portion) * answering.AT_ONCE

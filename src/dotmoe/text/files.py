@@ -13,14 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.text.rows import (
-    BESIDE_MESSAGES,
-    FIELDS,
-    OF_A_MESSAGE,
-    Document,
-    RowReader,
-    is_message,
-)
+from dotmoe.text.rows import BESIDE_MESSAGES, FIELDS, OF_A_MESSAGE, Document, RowReader, is_message
 
 PIECE_CHARACTERS = 1 << 16
 """Maximum number of characters that are tokenised at once; longer documents are cut."""

@@ -13,22 +13,11 @@ from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.models.chat import by_template
 from dotmoe.models.family import DenseModel
-from dotmoe.text.answers import (
-    ONE_HELDOUT_IN,
-    Answer,
-    OwnAnswers,
-    num_answer_tokens,
-    num_chat_tokens,
-)
-from dotmoe.text.blocks import (
-    TokenBlocks,
-    contained,
-    overlap,
-    split_off_tail,
-    write_decontaminated,
-)
+from dotmoe.text.answers import Answer, OwnAnswers, num_answer_tokens, num_chat_tokens
+from dotmoe.text.blocks import TokenBlocks, contained, overlap, split_off_tail, write_decontaminated
 from dotmoe.text.config import DataConfig
 from dotmoe.text.packing import Record, pack_sources, separator_id
+from dotmoe.text.questions import ONE_HELDOUT_IN
 from dotmoe.text.sources import asks, documents, sources_of, text_of
 from dotmoe.text.whole_chats import whole_chats
 

@@ -23,7 +23,8 @@ from dotmoe.models.load import load_weights
 from dotmoe.models.sampling import continuations
 from dotmoe.models.scoring import hidden_states, logits_in_parts
 from dotmoe.models.traits import Readout
-from dotmoe.text.answers import ALIKE, ANSWERS, OTHERS, PENALTY, Answer, OwnAnswers
+from dotmoe.text.answers import ALIKE, OTHERS, Answer, OwnAnswers
+from dotmoe.text.writing import ANSWERS, PENALTY
 
 _TOKENS_AT_ONCE = 4096
 KINDS_SHOWN = {ALIKE: "prompts as fitted", OTHERS: "other prompts"}

@@ -31,8 +31,8 @@ from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.load import LARGEST_SHARE
 from dotmoe.run.config import RunConfig, finetune_recipe
-from dotmoe.text.answers import asks_by_name
 from dotmoe.text.expected import expected_writing
+from dotmoe.text.questions import asks_by_name
 from dotmoe.text.tokenise import own_tokens_for, text_beside, tokens_to_read
 
 ANSWER_BYTES = 10

@@ -29,7 +29,7 @@ from dotmoe.measure.report.sections import Blocks, in_short, notes_for_serving, 
 from dotmoe.method.granularity import targets_of
 from dotmoe.models.chat import states_chats
 from dotmoe.run.folder import STAGES
-from dotmoe.text.answers import PENALTY
+from dotmoe.text.writing import PENALTY
 
 _HERE = Path(__file__).parent
 _TEMPLATES = jinja2.Environment(
