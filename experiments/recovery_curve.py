@@ -32,7 +32,8 @@ from dotmoe.models.load import load_described
 from dotmoe.run.config import finetune_recipe
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.provenance import provenance
-from dotmoe.text.blocks import TokenBlocks, write_decontaminated
+from dotmoe.text.blocks import TokenBlocks
+from dotmoe.text.overlap import write_decontaminated
 from dotmoe.training.loop import train
 
 HELDOUT = ("python-stdlib-heldout",)

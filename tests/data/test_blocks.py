@@ -15,15 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from dotmoe.common.errors import UserError
-from dotmoe.text import blocks as data
-from dotmoe.text.blocks import (
-    TokenBlocks,
-    block_writer,
-    contained,
-    overlap,
-    split_off_tail,
-    write_decontaminated,
-)
+from dotmoe.text import overlap as search
+from dotmoe.text.blocks import TokenBlocks, block_writer, split_off_tail
+from dotmoe.text.overlap import contained, overlap, write_decontaminated
 
 
 def numbered(num_blocks, seq_len=4):
@@ -205,8 +199,8 @@ def decontaminated(training, heldout, folder):
 
 @pytest.mark.parametrize("num_heldout", [3, 9])
 def test_exactly_the_blocks_that_share_a_run_are_left_out(num_heldout, monkeypatch, tmp_path):
-    monkeypatch.setattr(data, "RUN_TOKENS", 4)
-    monkeypatch.setattr(data, "_BLOCKS_AT_ONCE", 7)
+    monkeypatch.setattr(search, "RUN_TOKENS", 4)
+    monkeypatch.setattr(search, "_BLOCKS_AT_ONCE", 7)
     training = torch.randint(0, 4, (40, 12), dtype=torch.int32)
     heldout = torch.randint(0, 4, (9, 9), dtype=torch.int32)[:num_heldout]
     left, left_out = decontaminated(training, heldout, tmp_path)
