@@ -66,7 +66,7 @@ def test_a_row_that_ends_leaves_and_changes_no_other(dense):
     made = list(continuations(dense.model, PROMPTS, Sampling(temperature=0.0, new_tokens=12), ends))
     alone = [argmaxed(dense.model, prompt, 12, ends) for prompt in PROMPTS]
     assert by_number(made) == alone
-    assert [each.finished for each in sorted(made)] == [ids[-1] in ends for ids in alone]
+    assert [each.is_finished for each in sorted(made)] == [ids[-1] in ends for ids in alone]
 
 
 def test_samples_follow_the_tempered_softmax_of_the_top_k(dense):

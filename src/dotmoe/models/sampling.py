@@ -44,7 +44,7 @@ class Continuation(NamedTuple):
     """Number of the prompt."""
     ids: list[int]
     """New ids, with the end token if there is one."""
-    finished: bool
+    is_finished: bool
     """Whether it ended by itself, before it was cut."""
 
 
@@ -84,7 +84,7 @@ def continuations(
     rows.sort(key=lambda row: len(row.prompt))
     for start in range(0, len(rows), how.rows):
         batch = rows[start : start + how.rows]
-        _grow(_Growing(model, batch, how, seed), is_done, partial(_tell, on_closed, start))
+        _decode(_Batch(model, batch, how, seed), is_done, partial(_report, on_closed, start))
         for row in batch:
             yield Continuation(row.number, row.new, row.is_finished)
 
@@ -106,28 +106,29 @@ class _Row:
         return not self.is_finished and len(self.new) < self.longest
 
 
-def _tell(on_closed: Callable[[int], None], before: int, closed: int) -> None:
+def _report(on_closed: Callable[[int], None], before: int, closed: int) -> None:
+    """Report closed rows: those of earlier batches and of this one."""
     on_closed(before + closed)
 
 
-def _grow(
-    growing: "_Growing",
+def _decode(
+    batch: "_Batch",
     is_done: Callable[[list[int]], bool],
     on_closed: Callable[[int], None],
 ) -> None:
     """Continue rows side by side until each is finished or cut."""
-    rows = tuple(growing.rows)
-    while any(row.is_open for row in growing.rows):
-        growing.leave_closed_rows()
-        for row, token in zip(growing.rows, growing.step(), strict=True):
+    rows = tuple(batch.rows)
+    while any(row.is_open for row in batch.rows):
+        batch.leave_closed_rows()
+        for row, token in zip(batch.rows, batch.decode_step(), strict=True):
             if row.is_open:
                 row.new.append(token)
                 row.is_finished = is_done(row.new)
         on_closed(len([row for row in rows if not row.is_open]))
 
 
-class _Growing:
-    """Rows of one batch: what they have read, as a cache, and the tokens to read next."""
+class _Batch:
+    """Rows that grow side by side: what they have read, as a cache, and the tokens to read next."""
 
     def __init__(self, model: Any, rows: Sequence[_Row], how: Sampling, seed: int) -> None:
         self.rows = list(rows)
@@ -160,7 +161,7 @@ class _Growing:
             has_BV[row, torch.tensor(prompt)] = True
         return has_BV.to(self._device)
 
-    def step(self) -> list[int]:
+    def decode_step(self) -> list[int]:
         """Read the tokens at hand and draw the next one of each row."""
         output = self._base(
             input_ids=self._tokens_BT,

@@ -49,7 +49,7 @@ def own_turns(
         draw_seed = seed * ROUNDS + draw
         for turn in continuations(dense.model, openings, TURNS, ends, seed=draw_seed):
             text = tokenizer.decode([token for token in turn.ids if token not in ends])
-            text = text.strip() if turn.finished else _whole_sentences(text)
+            text = text.strip() if turn.is_finished else _whole_sentences(text)
             if len(turn.ids) > _SHORTEST_TURN and text:
                 found.setdefault(text, question(text, SELF))
             on_progress(len(found), num_turns)
@@ -99,13 +99,13 @@ def _answer(
 ) -> Answer:
     """The chat of a question and what continues its prompt."""
     new = continuation.ids
-    text = tokenizer.decode(new[:-1] if continuation.finished else new)
+    text = tokenizer.decode(new[:-1] if continuation.is_finished else new)
     return Answer(
         messages=(*asking.messages, {"role": "assistant", "content": text}),
         kind=asking.kind,
         ids=(*prompt, *new),
         answer_start=len(prompt),
-        finished=continuation.finished,
+        finished=continuation.is_finished,
     )
 
 
@@ -129,7 +129,7 @@ def write_continuations(
             kind=SELF,
             ids=(start, *continuation.ids),
             answer_start=1,
-            finished=continuation.finished,
+            finished=continuation.is_finished,
             text=tokenizer.decode(continuation.ids, skip_special_tokens=True),
         )
 

@@ -196,7 +196,7 @@ def share_that_ends(
     num_empty = 0
     for made in continuations(model, prompts, sampling, ends, seed=seed, room=room):
         says_something = _says_something(tokenizer, made.ids, ends)
-        ended[made.number] = 1 if made.finished and says_something else 0
+        ended[made.number] = 1 if made.is_finished and says_something else 0
         if not says_something:
             num_empty += 1
         on_progress(len(ended), len(prompts))
