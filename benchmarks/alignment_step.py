@@ -27,8 +27,9 @@ from dotmoe.method.granularity import Granularity
 from dotmoe.method.masked import masked
 from dotmoe.method.router import dense_only, router_losses
 from dotmoe.method.state import AlignState
-from dotmoe.models.family import TARGETS, DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import recomputing
+from dotmoe.models.targets import TARGETS
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, parameters_of
 from random_models import QWEN25_7B, ROUTER_LOGIT_STD, Shape, random_dense, random_tokens

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.models.family import DenseModel, family_of
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import family_of
 from dotmoe.models.load import describe_dense
 
 ROUTER_LOGIT_STD = 2.5

@@ -43,9 +43,11 @@ from dotmoe.method.repair import by_layer, ffn_training, streams
 from dotmoe.method.repair.refit import RIDGES
 from dotmoe.method.state import AlignState
 from dotmoe.method.transport import TransportPlan
-from dotmoe.models.family import DenseModel, family_of, meta_model
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import family_of
 from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import read_weights, whole_weights
+from dotmoe.models.meta_model import meta_model
 from dotmoe.models.on_disk import on_disk
 from dotmoe.training.loop import adamw, update
 from random_models import QWEN25_7B, Shape, llama_config

@@ -32,7 +32,7 @@ from dotmoe.measure.config import BenchConfig
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.granularity import Granularity, resolve
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from random_models import QWEN25_7B, Shape, default_dtype, random_dense
 from rounds import keep
 from vllm_parity import ENVIRONMENT

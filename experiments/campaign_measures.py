@@ -22,7 +22,7 @@ from dotmoe.measure.evaluate.own_answers import DenseStates, on_own_answers, sta
 from dotmoe.measure.evaluate.tasks import main_scores
 from dotmoe.models.chat import has_chats
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import describe_dense, load_dense
 from dotmoe.pipeline.compare import text_tokens

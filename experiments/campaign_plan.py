@@ -23,7 +23,7 @@ from dotmoe.measure.evaluate.models import StockModel, loaded, model_folder
 from dotmoe.measure.inspection import inspect_model, stored_dtype
 from dotmoe.measure.inspection.accelerators import measured_here
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.load import dense_config
+from dotmoe.models.read_config import dense_config
 from dotmoe.models.sampling import Sampling, continuations
 from dotmoe.models.scoring import loss_of
 

@@ -46,7 +46,7 @@ from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_by
 from dotmoe.method.router import top_k_mask
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import load_described
 from dotmoe.models.stream import Stream

@@ -28,7 +28,7 @@ from dotmoe.method.calibrate import contributions, routed_sums
 from dotmoe.method.layout import ALWAYS_ON, DROPPED, ExpertLayout, columns_of
 from dotmoe.method.router import router_logits, top_k_mask
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import left_on_disk, load_described
 from dotmoe.run.finished import FinishedRun
 

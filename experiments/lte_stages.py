@@ -26,7 +26,7 @@ from dotmoe.measure.evaluate.perplexity import heldout_perplexity
 from dotmoe.method.calibrate import block_inputs, unit_logits
 from dotmoe.method.extract import Extracted
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import load_described
 from dotmoe.rivals.baselines import active_share, routed_by_own
 from dotmoe.rivals.baselines.contract import next_token_loss

@@ -27,8 +27,9 @@ from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
 from dotmoe.method.finetuning import Finetuning, Student
 from dotmoe.method.masked import masked_by
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel, meta_model
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import load_described
+from dotmoe.models.meta_model import meta_model
 from dotmoe.run.config import finetune_recipe
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.provenance import provenance

@@ -29,7 +29,7 @@ from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked, masked_by
 from dotmoe.method.router import dense_only, router_losses
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import load_dense
 from dotmoe.rivals.baselines import METHODS, SplitInputs, granularity_of, routed_by_own

@@ -32,7 +32,8 @@ from dotmoe.measure.inspection import inspect_model
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import family_of, meta_model
+from dotmoe.models.family import family_of
+from dotmoe.models.meta_model import meta_model
 from dotmoe.pipeline.rows import Row, over_seeds
 from dotmoe.run.config import recipe_of
 

@@ -28,7 +28,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import load_dense
 from dotmoe.text.blocks import TokenBlocks
 

@@ -12,14 +12,8 @@ from dotmoe.common.errors import UserError
 from dotmoe.models.checkpoint import Tensors, tensor_files
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import FAMILIES
-from dotmoe.models.load import (
-    dense_config,
-    describe_dense,
-    dtype_for,
-    left_on_disk,
-    load_dense,
-    load_weights,
-)
+from dotmoe.models.load import describe_dense, dtype_for, left_on_disk, load_dense, load_weights
+from dotmoe.models.read_config import dense_config
 from runs import in_turn, put_into, refusal, rewritten
 
 GATE = "model.layers.0.mlp.gate_proj.weight"

@@ -7,7 +7,8 @@ from document_tables import paper_models
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.granularity import resolve, splits_of
-from dotmoe.models.family import family_of, meta_model
+from dotmoe.models.family import family_of
+from dotmoe.models.meta_model import meta_model
 from dotmoe.run.config import recipe
 
 MODELS = paper_models()

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from dotmoe.measure.evaluate.models import model_folder
-from dotmoe.models.load import dense_config, describe_dense
+from dotmoe.models.load import describe_dense
+from dotmoe.models.read_config import dense_config
 from e2e.test_published_models import MODELS, UNREAD
 from runs import put_into, refusal
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError
 from dotmoe.export import llama_cpp
-from dotmoe.models.family import rope_of
+from dotmoe.models.hf_config import rope_of
 from dotmoe.models.identity import fingerprint
-from dotmoe.models.load import dense_config
+from dotmoe.models.read_config import dense_config
 from dotmoe.models.source import checkpoint_folder
 from export.comparison import logits_of
 from runs import TINY_CONVERT, TINY_FINETUNE, loaded, refusal, rope

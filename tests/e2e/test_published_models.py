@@ -18,7 +18,7 @@ from checkpoint.test_tokenizer import ids_in_file, ids_of, with_pad
 from dotmoe.common.errors import UserError
 from dotmoe.export.config import ExportConfig
 from dotmoe.export.write import export
-from dotmoe.models.load import dense_config
+from dotmoe.models.read_config import dense_config
 from dotmoe.text.packing import pack
 from dotmoe.text.rows import Document
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits

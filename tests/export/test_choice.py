@@ -14,7 +14,9 @@ from dotmoe.export.record import ExportRecord
 from dotmoe.measure.report.page import summary
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.granularity import Granularity, splits_of
-from dotmoe.models.family import DenseModel, family_of, meta_model
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import family_of
+from dotmoe.models.meta_model import meta_model
 from dotmoe.run.defaults import experts_with_defaults
 from runs import TINY_CONVERT, TinyRun
 

@@ -23,8 +23,8 @@ from dotmoe.method.repair import repair, repair_tokens
 from dotmoe.method.repair.refit import RIDGES, NormalEquations, NormalEquationsByExpert, refit
 from dotmoe.models import on_disk
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import TARGETS
-from dotmoe.models.load import left_on_disk, load_described, trained_model
+from dotmoe.models.load import describe_trained, left_on_disk, load_described
+from dotmoe.models.targets import TARGETS
 from dotmoe.run.finished import FinishedRun
 from dotmoe.text.blocks import TokenBlocks
 from export.comparison import logits_of
@@ -50,7 +50,7 @@ def text():
 
 def made(dense, folder, **options):
     """The model with what a repair has written."""
-    return load_described(trained_model(dense, folder), LoadConfig(device="cpu", **options))
+    return load_described(describe_trained(dense, folder), LoadConfig(device="cpu", **options))
 
 
 @torch.no_grad()

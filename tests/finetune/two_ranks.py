@@ -10,8 +10,8 @@ from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.finetuning import finetune
 from dotmoe.method.layout import LAYOUT, ExpertLayout
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import meta_model
 from dotmoe.models.load import describe_dense
+from dotmoe.models.meta_model import meta_model
 from dotmoe.text.blocks import TokenBlocks
 
 CONFIG = FinetuneConfig(

@@ -17,7 +17,8 @@ from dotmoe.method.granularity import resolve
 from dotmoe.method.masked import Masking, masked_ffn
 from dotmoe.method.router import Routing
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import family_of, meta_model
+from dotmoe.models.family import family_of
+from dotmoe.models.meta_model import meta_model
 from dotmoe.text.config import DataConfig
 
 HERE = Accelerator(

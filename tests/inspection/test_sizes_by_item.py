@@ -6,7 +6,7 @@ from inspected_models import TINY, inspection, llama_3_8b, masked_model, sizes, 
 from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from dotmoe.measure.inspection.sizes import exported_bytes, kept_per_token, step_memory
-from dotmoe.models.family import meta_model
+from dotmoe.models.meta_model import meta_model
 
 E = 16
 KEPT = "activations kept for the backward"

@@ -10,7 +10,9 @@ from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config,
 from dotmoe.export.gguf_format import GGUF_FORMATS
 from dotmoe.export.gguf_limits import room_in_llama_cpp
 from dotmoe.method.granularity import Granularity, from_record
-from dotmoe.models.family import DenseModel, family_of, meta_model
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import family_of
+from dotmoe.models.meta_model import meta_model
 from runs import FORMATS_OF, FORMATS_OF_KIN, LLAMA3_ROPE, loaded
 
 

@@ -18,7 +18,9 @@ from dotmoe.export.format import layer_names
 from dotmoe.export.write import export
 from dotmoe.method.masked import masked_by
 from dotmoe.models.checkpoint import EMBEDDING, HEAD, NORM, Tensors
-from dotmoe.models.family import FAMILIES, MOE, TARGETS, family_of, readout_of
+from dotmoe.models.family import FAMILIES, MOE, family_of
+from dotmoe.models.hf_config import readout_of
+from dotmoe.models.targets import TARGETS
 from export.comparison import logits_of
 from runs import GRANITE_FACTORS, refusal
 

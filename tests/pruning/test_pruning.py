@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from document_tables import paper_models
 from dotmoe.common.errors import UserError
-from dotmoe.models.family import DenseModel, family_of, meta_model, num_parameters
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import family_of
+from dotmoe.models.meta_model import meta_model, num_parameters
 from dotmoe.rivals.pruning import PRUNING, PruneInputs, by_curvature, prune, two_of_four
 from dotmoe.rivals.pruning.contract import compensated
 from dotmoe.rivals.pruning.disp_llm import disp_llm, gated, kept_parameters

@@ -17,7 +17,9 @@ from transformers import LlamaConfig
 from dotmoe.cli import COMMANDS, arguments, run
 from dotmoe.export.choice import format_for
 from dotmoe.measure.config import InspectConfig
-from dotmoe.models.family import DenseModel, family_of, meta_model
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import family_of
+from dotmoe.models.meta_model import meta_model
 from dotmoe.pipeline.points import points_of
 from dotmoe.run.config import CompareConfig, RunConfig
 from dotmoe.run.defaults import splits_for

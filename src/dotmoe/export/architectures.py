@@ -24,7 +24,8 @@ from dotmoe.export.transformers_format import GATES, TransformersFormat, config_
 from dotmoe.method.granularity import Granularity, Splits, targets_of, to_record
 from dotmoe.method.layout import ExpertLayout, splits_in
 from dotmoe.models import modeling_dotmoe
-from dotmoe.models.family import DenseModel, head_dim
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.hf_config import head_dim
 
 SHARED_GATE = 2.0**-20
 """Entries of the weight of Qwen3.5-MoE's shared-expert gate, so that its sigmoid is 1/2. Zeros

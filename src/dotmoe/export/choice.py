@@ -10,7 +10,7 @@ from dotmoe.export.architectures import FORMATS
 from dotmoe.export.config import GGUF_NAMES, require_format
 from dotmoe.export.format import Format
 from dotmoe.method.granularity import Splits, targets_of
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 
 OWN = "dotmoe"
 NEEDS_OWN_CODE = (

@@ -23,7 +23,8 @@ from dotmoe.export.config import GgufConfig
 from dotmoe.method.granularity import Granularity, Splits, targets_of
 from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.models.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors, dtype_name
-from dotmoe.models.family import DenseModel, rope_of
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.hf_config import rope_of
 from dotmoe.models.traits import SILU, Multipliers
 
 BLOCKS = {name: (1, dtype.itemsize) for name, dtype in DTYPES.items()}

@@ -42,7 +42,7 @@ from dotmoe.export.gguf_limits import (
 )
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.method.granularity import Splits
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 
 SOFTMAX_OF_CHOSEN = 3
 """`expert_gating_func` for the softmax over the chosen logits; gguf has no name for it."""

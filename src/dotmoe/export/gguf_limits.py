@@ -3,7 +3,8 @@
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.format import BIASES, Feature, features_of_decoder, features_of_split
 from dotmoe.method.granularity import Granularity, Splits
-from dotmoe.models.family import DenseModel, rope_of
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.hf_config import rope_of
 
 GLM4MOE, LLAMA = "gguf_glm4moe", "gguf_llama"
 _GLM4MOE_FEATURES = tuple(

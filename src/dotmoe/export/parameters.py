@@ -6,7 +6,8 @@ from typing import Any
 from torch import nn
 
 from dotmoe.method.granularity import Splits
-from dotmoe.models.family import Family, num_parameters
+from dotmoe.models.family import Family
+from dotmoe.models.meta_model import num_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from dotmoe.export.format import ConvertedModel, Format
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import splits_in
-from dotmoe.models.family import TARGETS
+from dotmoe.models.targets import TARGETS
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,10 @@ from dotmoe.export.format import Gating
 from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.method.masked import masked_by
 from dotmoe.method.router import router_logits
-from dotmoe.models.family import TARGETS, DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.scoring import hidden_states
+from dotmoe.models.targets import TARGETS
 
 LOG2_SCALED_STD = -10.7
 """Target of log2(std(logits) 2^-p)."""

@@ -19,7 +19,7 @@ from gguf import TokenType
 from tokenizers import Regex, pre_tokenizers
 
 from dotmoe.common.files import Values
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.tokenizer import random_text
 
 _FILE = Path(__file__).with_name("tokenizer_rules.toml")

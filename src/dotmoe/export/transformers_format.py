@@ -17,7 +17,7 @@ from dotmoe.export.format import BIASES, PROJECTIONS, ConvertedModel, Format, Te
 from dotmoe.export.verify import Reloadable, verify
 from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity, Splits, fitting_sizes
 from dotmoe.models.checkpoint import DTYPES, INDEX, dtype_name
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.tokenizer import copy_beside_weights
 
 _COPIED = (

@@ -26,9 +26,10 @@ from dotmoe.export.routers import (
     outliers_in,
 )
 from dotmoe.method.layout import ExpertLayout, Layouts, columns_of
-from dotmoe.models.family import TARGETS, DenseModel, Target
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.on_disk import exported_on_disk, on_disk
+from dotmoe.models.targets import TARGETS, Target
 from dotmoe.models.traits import SILU, Activation
 
 FOLDED = 2.0**-8

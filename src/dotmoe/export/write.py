@@ -22,7 +22,7 @@ from dotmoe.export.verify import sample_tokens
 from dotmoe.method.granularity import Splits
 from dotmoe.method.layout import Layouts, splits_in
 from dotmoe.models.checkpoint import Tensors
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.on_disk import on_disk
 from dotmoe.models.tokenizer import tokenizer_notes
 

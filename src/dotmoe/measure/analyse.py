@@ -16,7 +16,7 @@ from dotmoe.export.routers import at_routers
 from dotmoe.measure.config import AnalyseConfig
 from dotmoe.method.layout import ExpertLayout, Layouts
 from dotmoe.method.router import router_logits
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.identity import FINGERPRINT
 from dotmoe.models.load import load_described
 from dotmoe.run.finished import FinishedRun

@@ -29,7 +29,7 @@ from dotmoe.method.objective import Objective, taught_by_own_weights
 from dotmoe.method.router import Routing
 from dotmoe.method.state import AlignState, States
 from dotmoe.method.transport import TransportPlan
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import recomputing
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig

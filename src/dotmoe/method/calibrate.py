@@ -20,10 +20,12 @@ from dotmoe.method.layout import columns_of
 from dotmoe.method.masked import sums_by_expert
 from dotmoe.method.router import router_logits, top_k_mask
 from dotmoe.method.state import AlignState
-from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import GatedFFN
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.load import whole_weights
 from dotmoe.models.stream import TOKENS_AT_ONCE, Stream
+from dotmoe.models.targets import TARGETS
 from dotmoe.text.blocks import TokenBlocks
 
 _TINY = 1e-30

@@ -32,9 +32,10 @@ from dotmoe.method.router import Routing
 from dotmoe.method.sparse import make_sparse
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.config import LoadConfig
-from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import recomputing
 from dotmoe.models.load import MODEL, dtype_for, fill_own_rows, is_sharded, load_dense
+from dotmoe.models.meta_model import compute_constants, meta_model, num_parameters
 from dotmoe.models.save import write_weights
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig

@@ -47,7 +47,7 @@ class Granularity:
     first_dense_layers: int = 0
     """Leading layers that are not split."""
     target: str = "ffn"
-    """What is split, a name of `dotmoe.models.family.TARGETS`."""
+    """What is split, a name of `dotmoe.models.targets.TARGETS`."""
 
     @property
     def capacity(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import is_finite, save_tensors
 from dotmoe.method.granularity import Granularity, Splits
-from dotmoe.models.family import TARGETS
+from dotmoe.models.targets import TARGETS
 
 LAYOUT = "layout.safetensors"
 """File of a stage that makes layouts."""

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.common.distributed import full_tensor, memory_of, product_in_float32
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.traits import PLAIN, Readout
 
 IGNORED = -100

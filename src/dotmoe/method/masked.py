@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from dotmoe.common.distributed import product_in_float32
 from dotmoe.method.layout import ExpertLayout, columns_of
 from dotmoe.method.router import Routing, is_dense
-from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import GatedFFN
 from dotmoe.models.hooks import computing, input_hooks
+from dotmoe.models.targets import TARGETS
 from dotmoe.models.traits import SILU, Activation
 
 

@@ -10,7 +10,8 @@ from dotmoe.common.distributed import num_ranks, rank, sum_over_ranks
 from dotmoe.method.config import ObjectiveConfig
 from dotmoe.method.losses import Taught, distillation_loss, head_of, next_token_labels
 from dotmoe.method.router import dense_only, router_losses
-from dotmoe.models.family import DenseModel, readout_of
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.hf_config import readout_of
 from dotmoe.models.scoring import hidden_states
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.folder import Metrics

@@ -11,7 +11,8 @@ from dotmoe.common.distributed import full_tensor
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_activation
 from dotmoe.method.router import Routing, is_dense
-from dotmoe.models.family import DenseModel, GatedFFN
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import GatedFFN
 from dotmoe.models.traits import SILU, Activation
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dotmoe.common.files import save_tensors
 from dotmoe.method.layout import key_of
-from dotmoe.models.family import TARGETS
+from dotmoe.models.targets import TARGETS
 
 STATE = "state.safetensors"
 """File of a stage that makes states."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import Values, read_json
 from dotmoe.models.config import is_gguf
-from dotmoe.models.family import DenseModel, TensorPart
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import TensorPart
 
 ADAPTER = "adapter_config.json"
 CHANGED = "weights.safetensors"

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
-from dotmoe.models.family import head_dim, rope_of
+from dotmoe.models.hf_config import head_dim, rope_of
 
 ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 _NAMES = {"rope_type", "type"}

@@ -1,15 +1,8 @@
-"""Dense architectures that can be converted (`FAMILIES`) and the parts to split (`TARGETS`).
+"""Dense architectures that can be converted (`FAMILIES`), and where each has its tensors."""
 
-A target, the part that is split, ends in one output projection, and a unit owns some columns of it:
-an FFN neuron one column of `down_proj`, a query head the columns of `o_proj` that read its output.
-"""
-
-import copy
-import os.path
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,12 +10,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
-from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from dotmoe.common.errors import UserError, nearest
-from dotmoe.models.traits import ACTIVATIONS, SILU, Activation, DecoderTraits, Multipliers, Readout
+from dotmoe.models.hf_config import activation_name, declared, head_dim, rope_of
+from dotmoe.models.meta_model import meta_model
+from dotmoe.models.targets import TARGETS, Target
+from dotmoe.models.traits import ACTIVATIONS, SILU, Activation, DecoderTraits, Multipliers
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"
@@ -162,16 +157,16 @@ class Family:
         """The family's name of a tensor or module that has `name` in LLaMA's form."""
         return ".".join(self.renamed.get(part, part) for part in name.split("."))
 
-    def block(self, layer: nn.Module, target: "Target") -> nn.Module:
+    def block(self, layer: nn.Module, target: Target) -> nn.Module:
         """The target's module in a decoder layer."""
         return layer.get_submodule(self.own_name(target.module))
 
-    def output(self, layer: nn.Module, target: "Target") -> nn.Linear:
+    def output(self, layer: nn.Module, target: Target) -> nn.Linear:
         """The target's output projection in a decoder layer."""
         name = self.own_name(f"{target.module}.{target.output_name}")
         return cast(nn.Linear, layer.get_submodule(name))
 
-    def norm_after(self, layer: nn.Module, target: "Target") -> nn.Module:
+    def norm_after(self, layer: nn.Module, target: Target) -> nn.Module:
         """The norm (or identity) between a part and the stream, before a residual multiplier."""
         is_ffn = target.name == "ffn"
         name = self.ffn_norm_after if is_ffn else "post_attention_layernorm"
@@ -281,44 +276,6 @@ FAMILIES = {
 }
 
 
-def declared(config: Any, key: str, default: Any = None) -> Any:
-    """Value of a key that the config's class declares; keys of other classes are ignored."""
-    return getattr(config, key) if hasattr(type(config), key) else default
-
-
-def state_ffn_width(config: Any) -> None:
-    """Set `intermediate_size` to the width of the FFNs where a config states that otherwise."""
-    if config.model_type == "granitemoehybrid":
-        config.intermediate_size = config.shared_intermediate_size
-    if declared(config, "block_auto_adjust_ff_dim"):  # LFM2 rounds two thirds of the stated width
-        with torch.device("meta"):
-            config.intermediate_size = Lfm2MLP(config).w1.out_features
-        config.block_auto_adjust_ff_dim = False
-
-
-def readout_of(config: Any) -> Readout:
-    """How a model with this config makes logits."""
-    factor = declared(config, "logit_scale", 1.0) / declared(config, "logits_scaling", 1.0)
-    return Readout(float(factor), declared(config, "final_logit_softcapping"))
-
-
-def rope_of(config: Any) -> dict[str, Any]:
-    """Parameters of the rotary embeddings; those of full attention if kinds of layers differ."""
-    rope: dict[str, Any] = config.rope_parameters
-    return rope if "rope_type" in rope else rope["full_attention"]
-
-
-def activation_name(config: Any) -> str:
-    """Name of the activation function of a model's FFNs."""
-    return str(declared(config, "hidden_activation") or declared(config, "hidden_act", "silu"))
-
-
-def head_dim(config: Any) -> int:
-    """Width of one attention head: stated in the config, else hidden_size / heads."""
-    width = getattr(config, "head_dim", None)  # stock models read it even undeclared
-    return int(width or config.hidden_size // config.num_attention_heads)
-
-
 def family_of(config: Any) -> Family:
     """The family of a Hugging Face config; raises `UserError` if it cannot be converted."""
     if config.model_type not in FAMILIES:
@@ -368,155 +325,3 @@ def _experts_in(config: Any) -> str | None:
     counts = {key: getattr(config, key, None) for key in _EXPERT_COUNTS}
     found = (f"{key} is {n}" for key, n in counts.items() if isinstance(n, int) and n > 1)
     return next(found, None)
-
-
-class Widths(NamedTuple):
-    """Sizes of a dense model."""
-
-    model: int
-    ffn: int
-    layers: int
-    vocabulary: int
-    context: int
-
-
-def widths_of(config: Any) -> Widths:
-    """The sizes in a Hugging Face config."""
-    return Widths(
-        model=config.hidden_size,
-        ffn=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        vocabulary=config.vocab_size,
-        context=config.max_position_embeddings,
-    )
-
-
-class Target(NamedTuple):
-    """A part of a decoder layer whose units are grouped into experts."""
-
-    name: str
-    units_named: str
-    whole: str
-    """What the units are parts of, as tables call it."""
-    module: str
-    """LLaMA's name of the module in a layer; the router reads the module's input."""
-    output_name: str
-    """Name of the output projection, which no family fuses."""
-
-    def units(self, config: Any) -> int:
-        """Number of units of a layer (N)."""
-        heads = self.name == "attention"
-        return int(config.num_attention_heads if heads else config.intermediate_size)
-
-    def unit_width(self, config: Any) -> int:
-        """Number of columns of the output projection per unit."""
-        return head_dim(config) if self.name == "attention" else 1
-
-    def inputs(self, config: Any) -> int:
-        """Number of columns of the output projection."""
-        return self.units(config) * self.unit_width(config)
-
-    def output_tensor(self, layer: int) -> str:
-        """Name of the output projection's weight, in LLaMA's form."""
-        return f"model.layers.{layer}.{self.module}.{self.output_name}.weight"
-
-    def of_columns(self, values_TN: Tensor, config: Any) -> Tensor:
-        """Repeat values of units, [..., N], for each unit's columns of the output projection."""
-        return values_TN.repeat_interleave(self.unit_width(config), dim=-1)
-
-
-TARGETS = {
-    target.name: target
-    for target in (
-        Target("ffn", "FFN neurons", "FFN", "mlp", "down_proj"),
-        Target("attention", "query heads", "attention", "self_attn", "o_proj"),
-    )
-}
-"""Targets by name; if both are split, in this order."""
-
-
-# --- a checkpoint -------------------------------------------------------------------------------
-
-Weights = Literal["memory", "shards", "disk", "meta"]
-"""Where weights are: whole on the device, in shards on all ranks (FSDP2), in the checkpoint's files
-(each part is read when it runs, see `on_disk`), or nowhere (shapes on the meta device)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DenseModel:
-    """A frozen dense checkpoint in evaluation mode; it may lack weights, tokenizer or folder."""
-
-    model: nn.Module
-    """The Transformers causal language model."""
-    weights: Weights
-    """Where the weights of `model` are, as stated by whoever made it."""
-    family: Family
-    source: str
-    """The name that the user gave: a folder or GGUF file, or a hub name, here with its commit."""
-    tokenizer: Any = None
-    """Tokenizer of the model (a `PreTrainedTokenizerBase`)."""
-    folder: Path = Path()
-    """Local folder that holds config, safetensors and tokenizer files."""
-    changes: Path | None = None
-    """Folder of a repair's `*/weights.safetensors`, which replace tensors of `folder`."""
-    revision: str | None = None
-    """Commit of the checkpoint if it came from the hub, else None."""
-
-    @property
-    def name(self) -> str:
-        """Name to publish: that on the hub, or of a local model the last part of its path."""
-        if self.revision is not None:
-            return self.source.partition("@")[0]
-        return os.path.basename(os.path.abspath(self.source))
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return next(self.model.parameters()).device
-
-    @property
-    def config(self) -> Any:
-        """Hugging Face config of the model."""
-        return self.model.config
-
-    @property
-    def traits(self) -> DecoderTraits:
-        """Features of the decoder outside its FFNs."""
-        return self.family.traits(self.model)
-
-    @property
-    def widths(self) -> Widths:
-        """Sizes of the model."""
-        return widths_of(self.config)
-
-    def require(self, *places: Weights) -> None:
-        """Raise a `ValueError` if the weights are elsewhere than in `places`."""
-        if self.weights not in places:
-            raise ValueError(f"weights of {self.source} are in {self.weights}, not {places}")
-
-
-def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:
-    """The stock model of a config, frozen, without storage, in `dtype` or the config's dtype."""
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype or config.dtype
-        )
-    return model.requires_grad_(False).eval()
-
-
-def compute_constants(model: nn.Module, device: torch.device) -> None:
-    """Recreate the modules with buffers that no checkpoint stores: rotary frequencies."""
-    config = model.config
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            buffers = {key for key, _ in child.named_buffers(recurse=False)}
-            if "embed_scale" in buffers:
-                child.embed_scale = torch.tensor(child.scalar_embed_scale, device=device)
-            elif buffers - child.state_dict().keys():
-                own = getattr(child, "config", config)
-                setattr(parent, name, type(child)(own).to(device).train(child.training))
-
-
-def num_parameters(module: nn.Module) -> int:
-    """Parameters of a module; a tied head is counted once."""
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dotmoe.common.errors import UserError
-from dotmoe.models.family import head_dim, rope_of
+from dotmoe.models.hf_config import head_dim, rope_of
 
 ANOTHER = "Name the model's own checkpoint folder."
 REQUIRED = {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 
 
 def cached(cache: Any) -> dict[str, Any]:

@@ -1,14 +1,24 @@
 """Loading: a folder, GGUF file or hub name -> `DenseModel`, frozen, with every weight checked.
 
+| function           | from                       | gives                                        |
+|--------------------|----------------------------|----------------------------------------------|
+| `describe_dense`   | a name                     | `DenseModel`, shapes alone                   |
+| `describe_trained` | a described model, a stage | the same, its weights those of the stage     |
+| `load_dense`       | a name                     | `DenseModel`, weights in memory or in shards |
+| `load_described`   | a described model          | the same                                     |
+| `load_whole`       | a described model          | `DenseModel`, all weights on this rank       |
+| `left_on_disk`     | a described model          | `DenseModel`, each part read when it runs    |
+| `read_weights`     | a described model          | its module with weights, not checked for NaN |
+| `load_weights`     | a folder, of an export too | a stock module with weights, on the CPU      |
+
 Under torchrun FSDP2 may shard the weights: each rank holds its rows of every tensor. A decoder
 layer, or the embedding, is gathered only while it runs; the head only by a call of `full_tensor`.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -16,42 +26,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dotmoe.common import distributed
-from dotmoe.common.errors import UserError, one_line
-from dotmoe.common.files import Values, is_finite, read_json
+from dotmoe.common.errors import UserError
+from dotmoe.common.files import is_finite
 from dotmoe.common.tables import in_bytes
 from dotmoe.models.checkpoint import (
-    HEAD,
     TEXT_OF_WRAPPER,
     Tensors,
     missing,
-    plain_names,
     require_checkpoint,
     stored_config,
-    tensor_files,
     unknown_tensors,
 )
 from dotmoe.models.config import LoadConfig, Sharding
-from dotmoe.models.config_values import (
-    require_context,
-    require_known_rope,
-    require_one_rope,
-    require_read,
-    require_rope_numbers,
-)
-from dotmoe.models.family import (
-    FAMILIES,
-    DenseModel,
-    compute_constants,
-    family_of,
-    meta_model,
-    no_family,
-    num_parameters,
-    state_ffn_width,
-)
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import FAMILIES, family_of
+from dotmoe.models.meta_model import compute_constants, meta_model, num_parameters
 from dotmoe.models.on_disk import held_in_memory, on_disk
+from dotmoe.models.read_config import config_of, dense_config
 from dotmoe.models.source import at_revision, checkpoint_folder, is_local
 from dotmoe.models.stock import read_stock
 from dotmoe.models.tokenizer import load_tokenizer
@@ -132,7 +126,7 @@ def _finite_weights(
     return model
 
 
-def trained_model(dense: DenseModel, stage: Path) -> DenseModel:
+def describe_trained(dense: DenseModel, stage: Path) -> DenseModel:
     """Description of a dense model with the weights that a repair or finetuning left in a folder.
 
     A repair leaves only what it has changed: the rest is read from the original checkpoint.
@@ -185,94 +179,6 @@ def _described(source: str) -> DenseModel:
         source=source,
         revision=revision,
     )
-
-
-def dense_config(source: str) -> tuple[Any, Path]:
-    """The config of a checkpoint, and the local folder that contains it."""
-    folder = checkpoint_folder(source, config_only=True)
-    path = folder / "config.json"
-    plain = stored_config(folder)
-    model_type = str(plain["model_type"])
-    types = {model_type}
-    text = plain.get("text_config")
-    if isinstance(text, dict):
-        types.add(str(text.get("model_type")))
-    if types.isdisjoint(FAMILIES):  # Transformers may not know it
-        raise no_family(SimpleNamespace(**plain | {"model_type": model_type}))
-    if plain.get("quantization_config"):
-        raise UserError(
-            f"{path} has a quantization_config, but the weights must be plain numbers to be split "
-            "exactly. Choose the unquantised checkpoint."
-        )
-    config = config_of(folder)
-    family = family_of(config)
-    with _valid_config(path):
-        rotated = family.traits(meta_model(config)).rotated
-        own = plain if config.model_type == model_type else text or plain
-        require_read(own, config, rotated, path)
-    return config, folder
-
-
-@contextmanager
-def _valid_config(path: Path) -> Iterator[None]:
-    """Within this context, what Transformers says of a config's values becomes a `UserError`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # of any type: it depends on the invalid value
-        why = one_line(error)
-        if isinstance(error, KeyError):  # a bare key, or a sentence that its text would quote
-            why = error.args[0] if " " in str(error.args[0]) else f"{error} is missing"
-        raise UserError(
-            f"{path} is no valid {read_json(path)['model_type']} config ({why}). "
-            "Compare it with the original checkpoint's."
-        ) from error
-
-
-def config_of(folder: Path) -> Any:
-    """The config in a folder, with `pad_token_id` None if the embedding has no such row.
-
-    For a model of more than text, it is that of its text model, tied if no head is stored.
-    Transformers chooses the attention kernel, not the checkpoint, which may name one that is not
-    installed. It builds no model with a pad token beyond the embedding, and with -1, as LLaMA has
-    it, passes no gradient to the last row. Raises `UserError` for values that it cannot use.
-    """
-    path = folder / "config.json"
-    plain = stored_config(folder)
-    if plain.get("auto_map") and plain["model_type"] not in CONFIG_MAPPING:
-        raise UserError(
-            f"{path} names code of its own (auto_map), which dotmoe does not run, and Transformers "
-            f"knows no model_type {plain['model_type']!r}. Choose a model of a type that it knows."
-        )
-    with _valid_config(path):
-        require_rope_numbers(plain, path)
-        require_rope_numbers(plain.get("text_config") or {}, path)
-        config = _read_config(folder, plain)
-        require_known_rope(config, path)
-        require_one_rope(plain, path)
-        require_context(config, path)
-    return config
-
-
-def _read_config(folder: Path, plain: Values) -> Any:
-    whole: Any = read_stock(AutoConfig, folder)
-    config = whole.get_text_config(decoder=True)
-    if config is not whole:
-        is_tied = plain.get("tie_word_embeddings")
-        if is_tied is not None:
-            config.tie_word_embeddings = is_tied
-        config.dtype = config.dtype or whole.dtype
-        with suppress(UserError):  # there may be no weights beside the config
-            if HEAD in plain_names(tensor_files(folder)).values():
-                config.tie_word_embeddings = False
-    state_ffn_width(config)
-    config._attn_implementation = None
-    pad = getattr(config, "pad_token_id", None)
-    rows = getattr(config, "vocab_size", None)
-    if isinstance(pad, int) and isinstance(rows, int) and not 0 <= pad < rows:
-        config.pad_token_id = None
-    return config
 
 
 def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:

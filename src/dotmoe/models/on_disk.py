@@ -19,7 +19,8 @@ from transformers import AutoConfig
 from dotmoe.common.errors import UserError, VerificationError, one_line
 from dotmoe.common.files import is_finite, read_json
 from dotmoe.models.checkpoint import Tensors
-from dotmoe.models.family import DenseModel, compute_constants, meta_model
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.meta_model import compute_constants, meta_model
 from dotmoe.models.stock import read_stock
 
 KEPT_BYTES = 2**28

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dotmoe.models.family import readout_of
+from dotmoe.models.hf_config import readout_of
 from dotmoe.models.hooks import cached
 
 _LEAVE_AT = 8

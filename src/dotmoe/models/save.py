@@ -10,7 +10,8 @@ from torch import Tensor
 from dotmoe.common.distributed import full_tensor, is_rank_zero
 from dotmoe.common.files import save_tensors, write_json
 from dotmoe.models.checkpoint import INDEX, Tensors
-from dotmoe.models.family import TARGETS, DenseModel
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.targets import TARGETS
 from dotmoe.models.tokenizer import copy_beside_weights
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from dotmoe.common.distributed import full_tensor
-from dotmoe.models.family import readout_of
+from dotmoe.models.hf_config import readout_of
 
 CHUNK_LOGITS = 1 << 25
 """Maximum number of logits computed at once for one model: 128 MiB in float32."""

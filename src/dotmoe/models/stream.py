@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 
 TOKENS_AT_ONCE = 4096
 """Tokens of a `Stream` whose activations exist at once."""

@@ -20,7 +20,7 @@ from transformers import __version__ as transformers_version
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import Values, read_json
 from dotmoe.models.checkpoint import require_tokenizer
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.stock import read_stock
 
 WHOLE = "tokenizer.json"

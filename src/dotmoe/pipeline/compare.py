@@ -19,7 +19,7 @@ from dotmoe.common.tables import to_markdown, without_html
 from dotmoe.method.granularity import from_record
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.chat import has_chats
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.identity import FINGERPRINT
 from dotmoe.models.load import describe_dense
 from dotmoe.pipeline.convert import convert, exportable_splits

@@ -30,7 +30,7 @@ from dotmoe.method.granularity import Splits
 from dotmoe.method.masked import masked_by
 from dotmoe.method.repair import repair_tokens
 from dotmoe.method.state import States, load_states, save_states
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import describe_dense, load_dense
 from dotmoe.models.on_disk import on_disk
 from dotmoe.pipeline import keep

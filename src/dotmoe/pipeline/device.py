@@ -16,7 +16,7 @@ from dotmoe.measure.inspection.planner import fit_to_memory
 from dotmoe.measure.inspection.sizes import Sizes, Step
 from dotmoe.method.config import AlignConfig, FinetuneConfig
 from dotmoe.method.granularity import Splits
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.pipeline.stages import Run
 
 Training = TypeVar("Training", AlignConfig, FinetuneConfig)

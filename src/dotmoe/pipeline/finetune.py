@@ -29,7 +29,7 @@ from dotmoe.method.layout import (
     load_layouts,
     splits_in,
 )
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import left_on_disk
 from dotmoe.pipeline.conversion import Conversion
 from dotmoe.pipeline.device import fitting_the_device

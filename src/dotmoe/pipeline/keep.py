@@ -39,7 +39,7 @@ from dotmoe.method.repair import repair, repair_tokens
 from dotmoe.method.repair.streams import with_weights
 from dotmoe.models.chat import has_chats, why_not_asked
 from dotmoe.models.checkpoint import CHANGED
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import CHANGES
 from dotmoe.pipeline.stages import Run
 from dotmoe.run.config import RunConfig

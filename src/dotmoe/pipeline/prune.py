@@ -17,8 +17,9 @@ from dotmoe.common.progress import Progress
 from dotmoe.export.parameters import count_parameters
 from dotmoe.export.write import export_dtype
 from dotmoe.measure.evaluate.own_answers import closeness_on, states_on
-from dotmoe.models.family import DenseModel, num_parameters
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import describe_dense, left_on_disk, load_dense
+from dotmoe.models.meta_model import num_parameters
 from dotmoe.pipeline.stages import Run
 from dotmoe.rivals import pruning
 from dotmoe.run.config import PruneRunConfig, RunConfig

@@ -47,9 +47,9 @@ from dotmoe.method.layout import (
 )
 from dotmoe.method.repair import REPAIR_METRICS, repair
 from dotmoe.models.chat import has_chats
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.identity import FINGERPRINT, fingerprint
-from dotmoe.models.load import describe_dense, left_on_disk, load_whole, trained_model
+from dotmoe.models.load import describe_dense, describe_trained, left_on_disk, load_whole
 from dotmoe.models.scoring import loss_of
 from dotmoe.pipeline.conversion import Conversion
 from dotmoe.run.config import PruneRunConfig, RunConfig
@@ -286,7 +286,7 @@ class Run:
 
     def trained(self, stage: str, dense: DenseModel) -> DenseModel:
         """The dense model with the weights that a stage wrote, left on disk."""
-        return left_on_disk(trained_model(dense, self.folder.path_of(stage)), self.config.load)
+        return left_on_disk(describe_trained(dense, self.folder.path_of(stage)), self.config.load)
 
     def export(self, dense: DenseModel, weights: DenseModel, layouts: Layouts) -> None:
         """Write and verify the export of `weights`: `dense`, or its repaired or finetuned form."""

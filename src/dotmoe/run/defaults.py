@@ -20,7 +20,7 @@ from dotmoe.method.granularity import (
     splits_of,
 )
 from dotmoe.models.chat import has_chats
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.rivals.baselines import granularity_of
 from dotmoe.run.config import RunConfig
 from dotmoe.text.sources import PROMPTS, SELF

@@ -6,9 +6,9 @@ from typing import Any
 
 from dotmoe.common.errors import UserError
 from dotmoe.method.layout import Layouts, load_layouts
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.identity import fingerprint
-from dotmoe.models.load import MODEL, describe_dense, trained_model
+from dotmoe.models.load import MODEL, describe_dense, describe_trained
 from dotmoe.run.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.run.folder import RunFolder
 from dotmoe.text.tokenise import HELDOUT_FILES, TokenisedText
@@ -59,7 +59,7 @@ class FinishedRun:
         stage = self.folder.path_of(self.made_by)
         if (stage / MODEL).is_dir():  # all weights are in the run's folder, with checksums there
             return describe_dense(str(stage / MODEL))
-        return trained_model(self.origin(), stage) if self.has_own_weights else self.origin()
+        return describe_trained(self.origin(), stage) if self.has_own_weights else self.origin()
 
     def origin(self) -> DenseModel:
         """Description of the run's original dense checkpoint; refused if it has changed."""

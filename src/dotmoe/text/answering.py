@@ -15,7 +15,7 @@ from dotmoe.common.files import write_text
 from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.models.chat import asked, end_tokens, has_chats
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.identity import cached_in
 from dotmoe.text import writing
 from dotmoe.text.answers import Answer, num_chat_tokens, read_answers

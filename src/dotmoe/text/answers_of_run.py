@@ -6,7 +6,7 @@ from typing import Any
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Progress
 from dotmoe.models.chat import has_chats, why_not_asked
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.text.answering import Answering
 from dotmoe.text.answers import ALIKE, OTHERS, Answer, OwnAnswers
 from dotmoe.text.config import DataConfig

@@ -12,7 +12,7 @@ from dotmoe.common.files import read_json, write_json
 from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.models.chat import by_template
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.text.answers import Answer, OwnAnswers, num_answer_tokens, num_chat_tokens
 from dotmoe.text.blocks import TokenBlocks, split_off_tail
 from dotmoe.text.config import DataConfig

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
 from dotmoe.models.chat import asked, end_tokens, user_opening
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.sampling import Continuation, Sampling, continuations
 from dotmoe.text.answers import Answer, answer_from_row, save_answers
 from dotmoe.text.questions import Question, question

@@ -17,8 +17,8 @@ from dotmoe.measure.evaluate.own_answers import (
     kind_shown,
     worse_set,
 )
-from dotmoe.models.family import TARGETS
 from dotmoe.models.load import load_weights
+from dotmoe.models.targets import TARGETS
 from dotmoe.text.answers import ALIKE, OTHERS, OwnAnswers
 
 _OF_A_POINT = ("kl", "kl_stderr", "top1", "top1_stderr", "like_fit")

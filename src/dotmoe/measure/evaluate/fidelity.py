@@ -24,9 +24,10 @@ from dotmoe.measure.evaluate.models import (
     require_unchanged_dense,
 )
 from dotmoe.measure.evaluate.perplexity import packed_text, text_names
-from dotmoe.models.family import TARGETS, family_of
+from dotmoe.models.family import family_of
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.scoring import hidden_states, logits_in_parts
+from dotmoe.models.targets import TARGETS
 
 
 @torch.no_grad()

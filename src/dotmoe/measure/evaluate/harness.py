@@ -20,7 +20,7 @@ from dotmoe.measure.config import EvaluateConfig, in_context
 from dotmoe.measure.evaluate.models import loaded
 from dotmoe.measure.evaluate.programs import CodeEval
 from dotmoe.models.chat import end_tokens, has_chats
-from dotmoe.models.family import head_dim
+from dotmoe.models.hf_config import head_dim
 from dotmoe.models.sampling import Sampling, continuations
 
 MAX_NUMBERS = 1 << 28

@@ -19,7 +19,8 @@ from dotmoe.measure.config import EvaluateConfig
 from dotmoe.models.checkpoint import dtype_name
 from dotmoe.models.config import LoadConfig, is_gguf
 from dotmoe.models.identity import FINGERPRINT, fingerprint
-from dotmoe.models.load import config_of, load_weights, require_loadable, resolved_dtype
+from dotmoe.models.load import load_weights, require_loadable, resolved_dtype
+from dotmoe.models.read_config import config_of
 from dotmoe.models.scoring import hidden_states, nats_of
 from dotmoe.models.source import EMBEDDED, at_revision, checkpoint_folder, is_local
 from dotmoe.models.tokenizer import load_tokenizer

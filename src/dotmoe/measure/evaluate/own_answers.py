@@ -18,7 +18,8 @@ from dotmoe.common.tables import Table, percent, table_of
 from dotmoe.measure.evaluate.difference import error_of_mean, error_over, nats_with_error
 from dotmoe.method.losses import head_of
 from dotmoe.models.chat import end_tokens
-from dotmoe.models.family import DenseModel, readout_of
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.hf_config import readout_of
 from dotmoe.models.load import load_weights
 from dotmoe.models.sampling import continuations
 from dotmoe.models.scoring import hidden_states, logits_in_parts

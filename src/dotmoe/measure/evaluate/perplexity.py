@@ -34,10 +34,10 @@ from dotmoe.measure.evaluate.models import (
     row_nats,
     stock_nats,
 )
-from dotmoe.models.family import TARGETS
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.models.load import load_weights
 from dotmoe.models.source import checkpoint_folder
+from dotmoe.models.targets import TARGETS
 from dotmoe.models.tokenizer import load_tokenizer
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import DataConfig

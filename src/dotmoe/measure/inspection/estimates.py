@@ -34,8 +34,11 @@ from dotmoe.method.granularity import to_record
 from dotmoe.models.chat import states_chats
 from dotmoe.models.checkpoint import Tensors, dtype_name, require_checkpoint
 from dotmoe.models.config import is_gguf
-from dotmoe.models.family import DenseModel, family_of, meta_model
-from dotmoe.models.load import dense_config, resolved_dtype
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import family_of
+from dotmoe.models.load import resolved_dtype
+from dotmoe.models.meta_model import meta_model
+from dotmoe.models.read_config import dense_config
 from dotmoe.run.config import RunConfig
 from dotmoe.run.defaults import splits_for, with_defaults, with_sources
 from dotmoe.text.tokenise import require_sources

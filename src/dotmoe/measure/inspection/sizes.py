@@ -16,8 +16,10 @@ from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import FinetuneConfig, Train
 from dotmoe.method.granularity import Splits, targets_of
 from dotmoe.method.losses import chunk_rows
-from dotmoe.models.family import TARGETS, family_of, widths_of
+from dotmoe.models.family import family_of
+from dotmoe.models.hf_config import widths_of
 from dotmoe.models.stream import TOKENS_AT_ONCE
+from dotmoe.models.targets import TARGETS
 from dotmoe.text.expected import Writing
 
 Items = Mapping[str, int]

@@ -28,7 +28,7 @@ from dotmoe.method.repair.problem import LayerProblem
 from dotmoe.method.repair.refit import equations, refit
 from dotmoe.method.repair.streams import Streams, with_weights
 from dotmoe.models.checkpoint import CHANGED, Tensors
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import CHANGES, whole_weights
 from dotmoe.text.blocks import TokenBlocks
 
@@ -65,7 +65,7 @@ def repair(
     after an exception.
 
     `folder` receives the new projections in the dtypes of the source (`CHANGES`, to be read by
-    `trained_model`), `layout.safetensors` and `repair.json`.
+    `describe_trained`), `layout.safetensors` and `repair.json`.
 
     Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
     (and, with attention, each `target`) the `ridge`, None for no refit, the share `kept` of what

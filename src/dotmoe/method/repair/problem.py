@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from dotmoe.method.layout import ExpertLayout
-from dotmoe.models.family import GatedFFN, Target
+from dotmoe.models.family import GatedFFN
 from dotmoe.models.stream import TOKENS_AT_ONCE
+from dotmoe.models.targets import Target
 
 LARGEST_WEIGHT = 10.0
 """Largest weight of a token; one of median size has 1."""

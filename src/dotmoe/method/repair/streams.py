@@ -25,10 +25,11 @@ from dotmoe.method.masked import maskings_of
 from dotmoe.method.repair.problem import LARGEST_WEIGHT, FFNTask, LayerProblem, tokens_at_once
 from dotmoe.method.router import Routing
 from dotmoe.method.sparse import SparseFFN
-from dotmoe.models.family import TARGETS, DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import computing
 from dotmoe.models.load import whole_weights
 from dotmoe.models.stream import TOKENS_AT_ONCE, Stream
+from dotmoe.models.targets import TARGETS
 from dotmoe.text.blocks import TokenBlocks
 
 HELD_OUT_ROWS = 8

@@ -18,9 +18,12 @@ from dotmoe.method.config import AssignmentConfig, CalibrateConfig
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import columns_of
 from dotmoe.method.losses import IGNORED, distillation_loss, head_of, next_token_labels
-from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, readout_of
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.family import GatedFFN
+from dotmoe.models.hf_config import readout_of
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.scoring import hidden_states
+from dotmoe.models.targets import TARGETS
 from dotmoe.rivals.config import BaselineConfig
 
 KMEANS_STARTS = 4

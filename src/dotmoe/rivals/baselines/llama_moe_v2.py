@@ -21,7 +21,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.method.layout import ALWAYS_ON
 from dotmoe.method.masked import sums_by_expert
 from dotmoe.method.transport import greedy_assignment
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.rivals.baselines.contract import (
     LayerSplit,

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dotmoe.method.calibrate import unit_logits
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.rivals.baselines.contract import LayerSplit, SplitInputs, gated, next_token_loss
 from dotmoe.rivals.baselines.moefication import weight_clusters
 

@@ -16,7 +16,7 @@ from dotmoe.method.extract import Extracted
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout, columns_of
 from dotmoe.method.state import AlignState
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.rivals.baselines.cmoe import by_representatives, cmoe
 from dotmoe.rivals.baselines.contract import LayerSplit, Own, SplitInputs, gated
 from dotmoe.rivals.baselines.controls import dealt, static_pruning

@@ -30,7 +30,7 @@ from dotmoe.common.distributed import memory_of
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import no_update
 from dotmoe.common.tables import in_bytes
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.rivals.pruning.contract import (
     Pruned,
     PruneInputs,

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import Update, no_update
-from dotmoe.models.family import DenseModel, num_parameters
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import recomputing
+from dotmoe.models.meta_model import num_parameters
 from dotmoe.models.stream import TOKENS_AT_ONCE
 from dotmoe.models.traits import DecoderTraits
 

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dotmoe.models.family import TARGETS, DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import input_hooks, recomputing
+from dotmoe.models.targets import TARGETS
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, linears_of, threshold
 
 _OPEN, _SOFTNESS, _BUDGET_WEIGHT = 3.0, 0.4, 6.0

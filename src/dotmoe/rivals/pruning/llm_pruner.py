@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, backward, refusing
 
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dotmoe.common.files import read_json, save_tensors, write_json
-from dotmoe.models.family import DenseModel, num_parameters
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import MODEL
+from dotmoe.models.meta_model import num_parameters
 from dotmoe.models.save import write_weights
 from dotmoe.rivals.pruning import two_of_four
 from dotmoe.rivals.pruning.by_curvature import k_obd, llm_surgeon, require_memory

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dotmoe.models.family import DenseModel, head_dim
+from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.hf_config import head_dim
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.stream import Stream
 from dotmoe.rivals.pruning.contract import (

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dotmoe.models.family import DenseModel, num_parameters
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import input_hooks
+from dotmoe.models.meta_model import num_parameters
 from dotmoe.models.stream import Stream
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, refusing
 

@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dotmoe.common.errors import UserError
-from dotmoe.models.family import DenseModel
+from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.hooks import input_hooks
 from dotmoe.models.stream import Stream
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, backward, damped_inverse, linears_of

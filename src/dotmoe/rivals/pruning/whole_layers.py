@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dotmoe.models.family import num_parameters
+from dotmoe.models.meta_model import num_parameters
 from dotmoe.models.scoring import nats_of
 from dotmoe.models.stream import Stream
 from dotmoe.rivals.pruning.contract import Pruned, PruneInputs
