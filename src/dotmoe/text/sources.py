@@ -10,7 +10,7 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dotmoe.common.errors import UserError, nearest_beside, one_line
 from dotmoe.common.files import expanded, sha256_of
@@ -110,42 +110,87 @@ def opened(
 
     With `answered`, rows that ask give their messages, no text.
     """
-    name, split, field = _split_name(source)
-    path = expanded(name)
-    _require_parts(source, path)
-    rows = RowReader(source, field or None, tokenizer, answered)
-    data = _local_data(path, split, field)
-    is_read_here = name in (STDLIB, STDLIB_HELDOUT) or (data and not data.by_datasets)
-    if config.shuffle_buffer and is_read_here:
+    named = _named(source)
+    _require_parts(named)
+    if named.is_stdlib:
+        _require_own_order(source, config)
+        return stdlib_documents("train" if named.name == STDLIB else "heldout")
+    rows = RowReader(source, named.field or None, tokenizer, answered)
+    data = _local_data(named)
+    if data and not data.by_datasets:
+        _require_own_order(source, config)
+        return documents_in(str(named.path), data.files, rows)
+    return _dataset_documents(named, data, config, rows)
+
+
+class _Named(NamedTuple):
+    """A source as a user names it: NAME, NAME@SPLIT, NAME#FIELD or NAME@SPLIT#FIELD."""
+
+    source: str
+    """The whole."""
+    name: str
+    split: str
+    """Empty: none is named."""
+    field: str
+    """Empty: none is named."""
+
+    @property
+    def path(self) -> Path:
+        """Where the source is if it is local."""
+        return expanded(self.name)
+
+    @property
+    def is_stdlib(self) -> bool:
+        """Whether it is a part of Python's own library."""
+        return self.name in (STDLIB, STDLIB_HELDOUT)
+
+
+def _named(source: str) -> _Named:
+    """The parts of a source's name; what exists under the whole name is that."""
+    name, split, field = source, "", ""
+    if not _is_there(name):
+        name, _, field = name.partition("#")
+    if not _is_there(name):
+        name, _, split = name.partition("@")
+    return _Named(source, name, split, field)
+
+
+def _require_own_order(source: str, config: DataConfig) -> None:
+    """Refuse a buffer to shuffle what is read here."""
+    if config.shuffle_buffer:
         raise UserError(
             f"{source} is read in its own order: a shuffle_buffer is for data sets of the datasets "
             "library. Leave it out, or shuffle the file."
         )
-    if name in (STDLIB, STDLIB_HELDOUT):
-        return stdlib_documents("train" if name == STDLIB else "heldout")
-    if data and not data.by_datasets:
-        return documents_in(str(path), data.files, rows)
+
+
+def _dataset_documents(
+    named: _Named, data: FolderData | None, config: DataConfig, rows: RowReader
+) -> Iterator[Document]:
+    """Documents of a folder that `datasets` reads; without `data`, of a data set of the hub."""
     if data:
-        name = str(path)
+        name, files = str(named.path), data.files
     else:
-        _require_hub_name(name, path)
+        _require_hub_name(named.name, named.path)
+        name, files = named.name, []
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
         size = 10_000 if _has_dolmino(config) else 0
-    seed = int.from_bytes(sha256(f"{config.data_seed}/0/{source}".encode()).digest()[:4], "little")
-    files = data.files if data else []
-    read = enumerate(_dataset_rows(name, files, split or TRAIN, size, seed), start=1)
+    drawn_by = f"{config.data_seed}/0/{named.source}"  # the 0 is kept so that draws stay
+    seed = int.from_bytes(sha256(drawn_by.encode()).digest()[:4], "little")
+    read = enumerate(_dataset_rows(name, files, named.split or TRAIN, size, seed), start=1)
     return (rows.document(row, f"row {number} of {name}") for number, row in read)
 
 
-def _require_parts(source: str, path: Path) -> None:
+def _require_parts(named: _Named) -> None:
     """Refuse a source without a name, and a split or a field of what has none."""
-    name, split, field = _split_name(source)
+    source, name, split, field = named
+    is_file = os.path.isfile(named.path)
     if not name:
         raise UserError(f"{source!r} names no source. Name a file; this folder is `.`.")
-    if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
+    if split and (named.is_stdlib or is_file):
         raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
-    if field and os.path.isfile(path) and suffix_of(path) in (".txt", ".md"):
+    if field and is_file and suffix_of(named.path) in (".txt", ".md"):
         raise UserError(f"{source} names the field {field}, but {name} has none. Name it alone.")
 
 
@@ -154,12 +199,11 @@ def local_files(source: str) -> list[Path]:
 
     Raises `UserError` for a file of an unknown format, or a folder without text.
     """
-    name, split, field = _split_name(source)
-    path = expanded(name)
-    data = _local_data(path, split, field)
+    named = _named(source)
+    data = _local_data(named)
     if data is None:
         return []
-    return data.files or files_below(path)
+    return data.files or files_below(named.path)
 
 
 def fingerprints_of(sources: Iterable[str]) -> dict[str, str]:
@@ -174,10 +218,10 @@ def fingerprints_of(sources: Iterable[str]) -> dict[str, str]:
 
 
 def _fingerprint_of(source: str) -> str | None:
-    name, _, _ = _split_name(source)
     if asks(source):
         return None
-    if name in (STDLIB, STDLIB_HELDOUT):
+    named = _named(source)
+    if named.is_stdlib:
         return sha256(platform.python_version().encode()).hexdigest()
     try:
         files = local_files(source)
@@ -185,7 +229,7 @@ def _fingerprint_of(source: str) -> str | None:
         return None
     if not files:
         return None
-    root = expanded(name)
+    root = named.path
     lines = [f"{file.relative_to(root).as_posix()} {_content_of(file)}" for file in files]
     return sha256("\n".join(lines).encode()).hexdigest()
 
@@ -202,25 +246,16 @@ def _content_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _local_data(path: Path, split: str, field: str) -> FolderData | None:
+def _local_data(named: _Named) -> FolderData | None:
     """The files of a folder or file; None where there is neither."""
+    path = named.path
     if os.path.isdir(path):
-        return data_of_folder(path, split, field or None)
+        return data_of_folder(path, named.split, named.field or None)
     if not os.path.isfile(path):
         return None
     if reader_of(path) is None:
         raise UserError(f"{path} is none of {FORMATS}. Convert it to one of them.")
     return FolderData([path], by_datasets=False)
-
-
-def _split_name(source: str) -> tuple[str, str, str]:
-    """Name, split and field of a source; what exists under the whole name is that."""
-    name, split, field = source, "", ""
-    if not _is_there(name):
-        name, _, field = name.partition("#")
-    if not _is_there(name):
-        name, _, split = name.partition("@")
-    return name, split, field
 
 
 def _require_hub_name(name: str, path: Path) -> None:
