@@ -147,32 +147,128 @@ def tokenise(
     tokens = tokens_to_read(blocks * data.seq_len, min_tokens)
     if not own.fitted:
         progress.log(f"training text: up to {tokens:,} tokens are read")
-    record: Record = {}
-    if eval_text:
-        heldout_name = eval_text
-        windows = _windows(eval_text, data, dense)
-        record["heldout"] = _packed(windows, dense, folder / _HELDOUT, eval_tokens, progress)
-    elif text_of_run is not None:
-        heldout_name = text_of_run.heldout_name
-        record["heldout"] = "that of the run that is finetuned"
-        text_of_run.heldout.save(folder / _HELDOUT)
-    else:
-        heldout_name = ("blocks of the data kept out of training",)
-        record |= _split_in_two(data, own, dense, folder, tokens, eval_tokens, progress)
-    if text_of_run is not None:
-        record |= _without_heldout(data, own, dense, folder, tokens, progress)
-    elif eval_text:
-        record["training"] = _fitted(data, own, dense, folder / _TRAINING, tokens, progress)
+    stage = _Stage(data, own, dense, folder, tokens, text_of_run, progress)
+    heldout_name, record = stage.write_texts(eval_text, eval_tokens)
     is_heldout_here = bool(eval_text) or (text_of_run is None and not own.fitted)
     if is_heldout_here:
-        record["overlap"] = _share_trained_on(folder / _HELDOUT, folder, dense, text_of_run)
+        record["overlap"] = stage.share_trained_on(_HELDOUT)
         heldout_name = _with_overlap(heldout_name, record["overlap"], progress)
     record["trained_answers"] = _trained_answers(own, dense.tokenizer, folder)
-    record["other_overlap"] = _share_trained_on(folder / OTHER, folder, dense, text_of_run)
+    record["other_overlap"] = stage.share_trained_on(OTHER)
     for note in notes_on(record):
         progress.log(note)
     write_json(folder / _RECORD, {**record, "heldout_name": heldout_name})
     return TokenisedText.load(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What one run of the stage reads, and the folder that it writes into."""
+
+    data: DataConfig
+    own: OwnAnswers
+    dense: DenseModel
+    folder: Path
+    tokens: int
+    """Tokens of training text to read."""
+    text_of_run: TokenisedText | None
+    progress: Progress
+
+    def write_texts(
+        self, eval_text: tuple[str, ...], eval_tokens: int
+    ) -> tuple[tuple[str, ...], Record]:
+        """Write held-out and training text; returns the name of the former, a record of both."""
+        if eval_text:
+            heldout = self._windows_of(eval_text, eval_tokens)
+            return eval_text, {"heldout": heldout} | self._training_beside_heldout()
+        if self.text_of_run is not None:
+            self.text_of_run.heldout.save(self.folder / _HELDOUT)
+            heldout = {"heldout": "that of the run that is finetuned"}
+            return self.text_of_run.heldout_name, heldout | self._training_beside_heldout()
+        name = ("blocks of the data kept out of training",)
+        return name, self._split_in_two(eval_tokens)
+
+    def _windows_of(self, eval_text: tuple[str, ...], eval_tokens: int) -> Record:
+        """Write the held-out text that is given; returns its record."""
+        windows = _windows(eval_text, self.data, self.dense)
+        return _packed(windows, self.dense, self.folder / _HELDOUT, eval_tokens, self.progress)
+
+    def _training_beside_heldout(self) -> Record:
+        """Write training text where the held-out text is written; returns a record of it."""
+        if self.text_of_run is not None:
+            return self._without_heldout()
+        return {"training": self._fitted(self.folder / _TRAINING, self.tokens)}
+
+    def _split_in_two(self, eval_tokens: int) -> Record:
+        """Write the text to fit to, its last blocks as held-out text; returns a record of both."""
+        training = self.folder / _TRAINING
+        record = self._fitted(training, self.tokens + eval_tokens)
+        kept_out = _kept_out(self.data, self.own, record, eval_tokens)
+        split_off_tail(training, self.folder / _HELDOUT, kept_out)
+        return {"heldout": "the last blocks of the same text", "training": record}
+
+    def _without_heldout(self) -> Record:
+        """Write the text to fit to, without blocks of the held-out text that its sources contain.
+
+        As many tokens more are read as the held-out text has. Returns a record of what is read, and
+        the number of blocks that are left out.
+        """
+        whole = self.folder / "whole"
+        heldout = TokenBlocks.load(self.folder / _HELDOUT)
+        record = self._fitted(whole, self.tokens + heldout.num_tokens)
+        separator = separator_id(self.dense.tokenizer)
+        blocks = TokenBlocks.load(whole)
+        left_out = write_decontaminated(blocks, heldout, self.folder / _TRAINING, separator)
+        whole.unlink()
+        if left_out:
+            self.progress.log(
+                f"{left_out} blocks of training text left out: they are part of the held-out text"
+            )
+        return {"training": record, "left_out_blocks": left_out}
+
+    def share_trained_on(self, name: str) -> float:
+        """Share of a text that is training text, also that of the run that is finetuned.
+
+        0 if there is no file of that name.
+        """
+        file = self.folder / name
+        if not file.exists():
+            return 0.0
+        separator = separator_id(self.dense.tokenizer)
+        heldout = TokenBlocks.load(file)
+        share = overlap(TokenBlocks.load(self.folder / _TRAINING), heldout, separator)
+        if self.text_of_run is None:
+            return share
+        return max(share, overlap(self.text_of_run.training, heldout, separator))
+
+    def _fitted(self, path: Path, tokens: int) -> Record:
+        """Write blocks of the text to fit to: of sources, at most `tokens`; with own answers, both.
+
+        Blocks of chats and blocks of text are spread evenly, so that any part has both.
+        """
+        text = text_of(self.data)
+        if not self.own.fitted:
+            return _packed(text, self.dense, path, tokens, self.progress)
+        chats = TokenBlocks(*whole_chats(self.own.fitted, self.data.seq_len))
+        record = _record_of_chats(self.own, chats)
+        if not text.data:
+            chats.save(path)
+            return record
+        of_text = path.with_name(f"{path.name}.text")
+        wanted = text_beside(self.data, chats.num_tokens)
+        packed = _packed(text, self.dense, of_text, wanted, self.progress, answered=True)
+        texts = TokenBlocks.load(of_text)
+        of_text.unlink()
+        if not texts.num_blocks:  # the rows may all ask
+            chats.save(path)
+            return {**record, "too_short": packed["tokens"]}
+        _spread(chats, texts).save(path)
+        total = chats.num_tokens + texts.num_tokens
+        sources = record["sources"] + packed["sources"]
+        for source in sources:
+            source["share"] = source["tokens"] / total
+        asked = record.get("asked", chats.num_tokens) + wanted
+        return {**packed, "tokens": total, "asked": asked, "sources": sources}
 
 
 def _in_context(data: DataConfig, dense: DenseModel, progress: Progress) -> DataConfig:
@@ -181,48 +277,6 @@ def _in_context(data: DataConfig, dense: DenseModel, progress: Progress) -> Data
         return data
     progress.log(f"seq_len lowered to {dense.widths.context}, the context of the model")
     return replace(data, seq_len=dense.widths.context)
-
-
-def _split_in_two(
-    data: DataConfig,
-    own: OwnAnswers,
-    dense: DenseModel,
-    folder: Path,
-    tokens: int,
-    eval_tokens: int,
-    progress: Progress,
-) -> Record:
-    """Write the text to fit to, and its last blocks as held-out text; returns a record of both."""
-    training = folder / _TRAINING
-    record = _fitted(data, own, dense, training, tokens + eval_tokens, progress)
-    split_off_tail(training, folder / _HELDOUT, _kept_out(data, own, record, eval_tokens))
-    return {"heldout": "the last blocks of the same text", "training": record}
-
-
-def _without_heldout(
-    data: DataConfig,
-    own: OwnAnswers,
-    dense: DenseModel,
-    folder: Path,
-    tokens: int,
-    progress: Progress,
-) -> Record:
-    """Write the text to fit to without blocks of the held-out text, which its sources may contain.
-
-    As many tokens more are read as the held-out text has. Returns a record of what is read, and the
-    number of blocks that are left out.
-    """
-    whole = folder / "whole"
-    heldout = TokenBlocks.load(folder / _HELDOUT)
-    record = _fitted(data, own, dense, whole, tokens + heldout.num_tokens, progress)
-    separator = separator_id(dense.tokenizer)
-    left_out = write_decontaminated(TokenBlocks.load(whole), heldout, folder / _TRAINING, separator)
-    whole.unlink()
-    if left_out:
-        progress.log(
-            f"{left_out} blocks of training text left out: they are part of the held-out text"
-        )
-    return {"training": record, "left_out_blocks": left_out}
 
 
 def _trained_answers(own: OwnAnswers, tokenizer: Any, folder: Path) -> int:
@@ -247,23 +301,6 @@ def _ids_in_text(answer: Answer, tokenizer: Any) -> Sequence[int]:
         return answer.ids
     ids: list[int] = tokenizer(written, add_special_tokens=False).input_ids
     return ids
-
-
-def _share_trained_on(
-    file: Path, folder: Path, dense: DenseModel, text_of_run: TokenisedText | None
-) -> float:
-    """Share of a text that is training text, also that of the run that is finetuned.
-
-    0 if there is no such text.
-    """
-    if not file.exists():
-        return 0.0
-    separator = separator_id(dense.tokenizer)
-    heldout = TokenBlocks.load(file)
-    share = overlap(TokenBlocks.load(folder / _TRAINING), heldout, separator)
-    if text_of_run is None:
-        return share
-    return max(share, overlap(text_of_run.training, heldout, separator))
 
 
 def _with_overlap(name: tuple[str, ...], share: float, progress: Progress) -> tuple[str, ...]:
@@ -297,50 +334,20 @@ def _windows(sources: tuple[str, ...], data: DataConfig, dense: DenseModel) -> D
     return replace(_in_order(data, sources), seq_len=min(2048, dense.widths.context))
 
 
-def _fitted(
-    data: DataConfig,
-    own: OwnAnswers,
-    dense: DenseModel,
-    path: Path,
-    tokens: int,
-    progress: Progress,
-) -> Record:
-    """Write blocks of the text to fit to: of sources, at most `tokens`; with own answers, of both.
-
-    Blocks of chats and blocks of text are spread evenly, so that any part has both.
-    """
-    text = text_of(data)
-    if not own.fitted:
-        return _packed(text, dense, path, tokens, progress)
-    chats = TokenBlocks(*whole_chats(own.fitted, data.seq_len))
+def _record_of_chats(own: OwnAnswers, chats: TokenBlocks) -> Record:
+    """The record of a text of own answers alone; `asked` where they are fewer than that."""
     record: Record = {
         "tokens": chats.num_tokens,
-        "seq_len": data.seq_len,
+        "seq_len": chats.seq_len,
         "sources": [_of_answers(own, chats)],
     }
     if num_chat_tokens(own.fitted) < own.asked:
         record["asked"] = own.asked
-    if not text.data:
-        chats.save(path)
-        return record
-    of_text = path.with_name(f"{path.name}.text")
-    wanted = text_beside(data, chats.num_tokens)
-    packed = _packed(text, dense, of_text, wanted, progress, answered=True)
-    texts = TokenBlocks.load(of_text)
-    of_text.unlink()
-    if not texts.num_blocks:  # the rows may all ask
-        chats.save(path)
-        return {**record, "too_short": packed["tokens"]}
-    _spread(chats, texts).save(path)
-    total = chats.num_tokens + texts.num_tokens
-    sources = record["sources"] + packed["sources"]
-    for source in sources:
-        source["share"] = source["tokens"] / total
-    asked = record.get("asked", chats.num_tokens) + wanted
-    return {**packed, "tokens": total, "asked": asked, "sources": sources}
+    return record
 
 
 def _of_answers(own: OwnAnswers, chats: TokenBlocks) -> Record:
+    """The record of own answers as a source."""
     return {
         "name": "own answers",
         "weight": None,
