@@ -30,7 +30,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dotmoe.common.distributed import fsdp_mesh, local_part, mesh
+from dotmoe.common.distributed import fsdp_mesh, mesh
+from dotmoe.common.sharded import local_part
 from dotmoe.measure.inspection.accelerators import ACCELERATORS
 from dotmoe.measure.inspection.planner import fit_to_memory
 from dotmoe.measure.inspection.sizes import Sizes, Step, gathered, repair_memory, step_memory

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dotmoe.common import distributed
+from dotmoe.common import device
 from dotmoe.common.cgroups import memory_limit
 
 
@@ -36,9 +36,9 @@ def test_the_least_limit_counts(groups, files, limit, tmp_path):
 
 def test_memory_of_the_cpu_is_what_this_process_may_use(monkeypatch):
     cpu = torch.device("cpu")
-    monkeypatch.setattr(distributed, "memory_limit", lambda: None)
-    whole = distributed.memory_of(cpu)
-    monkeypatch.setattr(distributed, "memory_limit", lambda: 2**30)
-    assert distributed.memory_of(cpu) == 2**30 < whole
-    monkeypatch.setattr(distributed, "memory_limit", lambda: 2**62)  # version 1 states it so
-    assert distributed.memory_of(cpu) == whole
+    monkeypatch.setattr(device, "memory_limit", lambda: None)
+    whole = device.memory_of(cpu)
+    monkeypatch.setattr(device, "memory_limit", lambda: 2**30)
+    assert device.memory_of(cpu) == 2**30 < whole
+    monkeypatch.setattr(device, "memory_limit", lambda: 2**62)  # version 1 states it so
+    assert device.memory_of(cpu) == whole

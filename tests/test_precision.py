@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from another_cpu import OtherCpu
-from dotmoe.common.distributed import in_fast_products, product_in_float32
+from dotmoe.common.precision import in_fast_products, product_in_float32
 from dotmoe.method.calibrate import block_inputs
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import repair

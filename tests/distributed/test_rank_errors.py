@@ -6,12 +6,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dotmoe.common import distributed
-from dotmoe.common.distributed import (
-    divided,
-    own_rows,
-    process_group,
-)
+from dotmoe.common.distributed import process_group
 from dotmoe.common.errors import UserError
+from dotmoe.common.sharded import divided, own_rows
 
 
 @pytest.fixture

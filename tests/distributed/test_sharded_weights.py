@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from dotmoe.common.distributed import full_tensor, local_part
+from dotmoe.common.sharded import full_tensor, local_part
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.load import describe_dense, is_sharded, read_weights
 

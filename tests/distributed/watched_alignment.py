@@ -9,13 +9,12 @@ import torch
 
 from dotmoe.common.distributed import (
     broadcast_from_rank_zero,
-    full_tensor,
-    local_part,
     process_group,
     raise_on_all_ranks,
     rank,
 )
 from dotmoe.common.errors import UserError
+from dotmoe.common.sharded import full_tensor, local_part
 from dotmoe.method.align import Alignment
 from dotmoe.method.calibrate import calibrate
 from dotmoe.method.config import AlignConfig, AssignmentConfig, CalibrateConfig

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from dotmoe.common.distributed import full_tensor, local_part
+from dotmoe.common.sharded import full_tensor, local_part
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.finetuning import Finetuning, write_student
 from dotmoe.method.layout import DROPPED

@@ -11,8 +11,9 @@ from torch import nn
 from toy_tasks import Regression, trained
 
 from dotmoe.cli.entry import message_of
-from dotmoe.common.distributed import divided, mesh, rank
+from dotmoe.common.distributed import mesh, rank
 from dotmoe.common.errors import Interrupted, UserError
+from dotmoe.common.sharded import divided
 from dotmoe.training.config import TrainingConfig
 from dotmoe.training.folder import Checkpoints
 from dotmoe.training.loop import train

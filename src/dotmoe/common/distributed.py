@@ -1,10 +1,9 @@
-"""The device, and communication between torchrun's ranks; without torchrun there is one rank."""
+"""Communication between torchrun's ranks; without torchrun there is one rank."""
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,17 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dotmoe.common.cgroups import memory_limit
-from dotmoe.common.errors import RankError, UserError, one_line
+from dotmoe.common.errors import RankError, UserError
 
 Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
 """A group of all ranks; None: the default one."""
 
-_MATMUL: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # Rank 0 tokenises alone, which can take hours; if a rank has died, torchrun ends the others.
 _LONGEST_WAIT = timedelta(days=1)
@@ -31,99 +26,6 @@ _LONGEST_WAIT = timedelta(days=1)
 
 class _ReportedElsewhereError(UserError):
     """An error that another rank reports as well."""
-
-
-def resolved_device(name: str) -> torch.device:
-    """The device that `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N` means here."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
-        raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda or cuda:N. Name one.")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device is {name!r}, which this machine does not have ({one_line(error)[:160]}). "
-            f"{_devices_here()}"
-        ) from error
-    return torch.device(name)
-
-
-def _devices_here() -> str:
-    """What to choose instead of a device that is not there."""
-    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if number == 0:
-        return (
-            "No GPU with CUDA is found here. Choose cpu, or install a build of torch for your GPU."
-        )
-    return f"Choose cpu, or cuda:0 to cuda:{number - 1}."
-
-
-@contextmanager
-def in_float32() -> Iterator[None]:
-    """Within this context, float32 products are float32 throughout: no TF32, bfloat16 or autocast.
-
-    A user or a library may have allowed these for the whole process. Also decorates functions.
-    """
-    with _products("highest"), ExitStack() as changed:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                changed.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-@in_float32()
-def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product, at least in float32: so are sums and result for 16-bit factors."""
-    if left.dtype not in (torch.bfloat16, torch.float16):
-        return left @ right
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-@contextmanager
-def in_fast_products() -> Iterator[None]:
-    """Within this context, factors of float32 products may be rounded where that is faster.
-
-    To TF32 on GPUs, to bfloat16 on CPUs that multiply it in hardware: cuBLAS and oneDNN know where.
-    Sums stay float32, and so does what runs within `in_float32`. Also decorates functions.
-    """
-    with _products("medium"):
-        yield
-
-
-@contextmanager
-def _products(precision: str) -> Iterator[None]:
-    """Within this context, torch has this precision of float32 products, by both of its names."""
-    before = [backend.fp32_precision for backend in _MATMUL]
-    name = ""
-    with suppress(RuntimeError):  # torch does not tell once `fp32_precision` of a backend was set
-        name = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        if name:
-            torch.set_float32_matmul_precision(name)
-        for backend, own in zip(_MATMUL, before, strict=True):
-            backend.fp32_precision = own
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of memory: of the GPU; for the CPU of this machine, or of this process's container."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(whole, memory_limit() or whole)
-
-
-def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Whether so many bytes take at most half of a GPU's free memory; False for other devices."""
-    if device.type != "cuda":
-        return False
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 2 * num_bytes <= torch.cuda.mem_get_info(device)[0] + unused
 
 
 def rank() -> int:
@@ -310,47 +212,3 @@ def broadcast_from_rank_zero(make: Callable[[], Result], group: Group = None) ->
     """Run `make` on rank 0 alone; every rank gets its result, pickled, or its error."""
     made = raise_on_all_ranks(lambda: make() if is_rank_zero() else None, group)
     return gathered(made, group)[0]  # type: ignore[return-value]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; all ranks must call this together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def own_rows(tensor: Tensor) -> slice:
-    """Rows that this rank holds of a tensor that may be sharded."""
-    if not isinstance(tensor, DTensor):
-        return slice(0, len(tensor))
-    layout = tensor.shape, tensor.device_mesh, tensor.placements
-    shape, offset = compute_local_shape_and_global_offset(*layout)
-    return slice(offset[0], offset[0] + shape[0])
-
-
-def divided(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
-    """A copy of a tensor that is equal on all ranks, its rows sharded as `torch.chunk` cuts."""
-    if ranks is None:
-        return whole.clone()
-    return distribute_tensor(whole.clone(), ranks, [Shard(0)], src_data_rank=None)
-
-
-def as_divided(part: Tensor, length: int, ranks: DeviceMesh | None) -> Tensor:
-    """A sharded tensor of `length` rows from the `part` of each rank; with one rank, `part`."""
-    if ranks is None:
-        return part
-    whole = torch.empty(length, *part.shape[1:], device="meta")
-    return DTensor.from_local(
-        part, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-
-
-def summed_rows(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
-    """This rank's rows of the sum of `whole` over ranks; with one rank, `whole` itself."""
-    if ranks is None:
-        return whole
-    partial = DTensor.from_local(whole, ranks, [Partial()], run_check=False)
-    return partial.redistribute(placements=[Shard(0)]).to_local()

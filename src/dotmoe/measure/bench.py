@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from dotmoe.common.distributed import resolved_device
+from dotmoe.common.device import resolved_device
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values, expanded, read_json, require_writable
 from dotmoe.common.options import checked

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dotmoe.common.distributed import (
+from dotmoe.common.distributed import mesh, raise_on_all_ranks
+from dotmoe.common.sharded import (
     as_divided,
     divided,
     full_tensor,
     local_part,
-    mesh,
     own_rows,
-    raise_on_all_ranks,
     summed_rows,
 )
 from dotmoe.method.assignment import assignment_plan, rounded

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dotmoe.common.distributed import in_float32, num_ranks
+from dotmoe.common.distributed import num_ranks
 from dotmoe.common.errors import UserError
+from dotmoe.common.precision import in_float32
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.seeds import generator_for
 from dotmoe.method.assignment import assigned

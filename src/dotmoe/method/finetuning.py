@@ -13,17 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import get_total_norm
 
-from dotmoe.common.distributed import (
-    fsdp_mesh,
-    full_tensor,
-    is_rank_zero,
-    local_part,
-    num_ranks,
-    own_rows,
-    raise_on_all_ranks,
-    resolved_device,
-)
+from dotmoe.common.device import resolved_device
+from dotmoe.common.distributed import fsdp_mesh, is_rank_zero, num_ranks, raise_on_all_ranks
 from dotmoe.common.seeds import generator_for
+from dotmoe.common.sharded import full_tensor, local_part, own_rows
 from dotmoe.method.config import FinetuneConfig
 from dotmoe.method.layout import ExpertLayout, save_layouts
 from dotmoe.method.losses import Taught

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.common.distributed import full_tensor, memory_of, product_in_float32
+from dotmoe.common.device import memory_of
+from dotmoe.common.precision import product_in_float32
+from dotmoe.common.sharded import full_tensor
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.traits import PLAIN, Readout
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dotmoe.common.distributed import product_in_float32
+from dotmoe.common.precision import product_in_float32
 from dotmoe.method.layout import ExpertLayout, columns_of
 from dotmoe.method.router import Routing, is_dense
 from dotmoe.models.dense_model import DenseModel

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.common.distributed import in_float32
+from dotmoe.common.precision import in_float32
 from dotmoe.method.config import Surrogate
 
 Routed = tuple[Float[Tensor, "T E"], Int[Tensor, "T K"]]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dotmoe.common.distributed import full_tensor
+from dotmoe.common.sharded import full_tensor
 from dotmoe.method.layout import ExpertLayout
 from dotmoe.method.masked import masked_activation
 from dotmoe.method.router import Routing, is_dense

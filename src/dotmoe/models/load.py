@@ -28,9 +28,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from dotmoe.common import distributed
+from dotmoe.common.device import resolved_device
+from dotmoe.common.distributed import mesh, num_ranks, raise_on_all_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import is_finite
+from dotmoe.common.sharded import local_part, own_rows
 from dotmoe.common.tables import in_bytes
 from dotmoe.models.checkpoint import (
     TEXT_OF_WRAPPER,
@@ -70,19 +72,19 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
             weight is read or downloaded), files are missing or damaged, tensors are missing, not
             finite or of another shape, or the tokenizer does not fit. On all ranks if on one.
     """
-    return load_described(distributed.raise_on_all_ranks(lambda: describe_dense(source)), config)
+    return load_described(raise_on_all_ranks(lambda: describe_dense(source)), config)
 
 
 def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
     """`load_dense` of a model that is described already; every rank must call this."""
-    device = distributed.resolved_device(config.device)
-    if device.index is not None and distributed.num_ranks() > 1:
+    device = resolved_device(config.device)
+    if device.index is not None and num_ranks() > 1:
         raise UserError(
             f"device is {config.device!r}, but under torchrun each rank takes a GPU of its own. "
             "Choose cuda or auto."
         )
     dtype = dtype_for(dense, config, device)
-    ranks = distributed.mesh(device)
+    ranks = mesh(device)
 
     def read() -> DenseModel:
         num_bytes = dtype.itemsize * num_parameters(dense.model)
@@ -90,7 +92,7 @@ def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
         model = _finite_weights(dense, device, dtype, ranks if sharded else None)
         return replace(dense, model=model, weights="shards" if sharded else "memory")
 
-    return distributed.raise_on_all_ranks(read)
+    return raise_on_all_ranks(read)
 
 
 def load_whole(dense: DenseModel, config: LoadConfig) -> DenseModel:
@@ -98,7 +100,7 @@ def load_whole(dense: DenseModel, config: LoadConfig) -> DenseModel:
 
     Raises `UserError` if they take more than `LARGEST_WHOLE` of a GPU's free memory.
     """
-    device = distributed.resolved_device(config.device)
+    device = resolved_device(config.device)
     dtype = dtype_for(dense, config, device)
     if device.type == "cuda":
         num_bytes = dtype.itemsize * num_parameters(dense.model)
@@ -118,7 +120,7 @@ def _finite_weights(
     """As `read_weights`; raises `UserError` for NaN and infinity too."""
     model = read_weights(dense, device, dtype, ranks)
     for name, parameter in model.named_parameters():
-        if not is_finite(distributed.local_part(parameter)):
+        if not is_finite(local_part(parameter)):
             raise UserError(
                 f"{name} in {dense.folder} contains NaN or infinity (as {parameter.dtype}). "
                 "Repair it, or load it with --dtype float32."
@@ -140,7 +142,7 @@ def describe_trained(dense: DenseModel, stage: Path) -> DenseModel:
 
 def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:
     """Make a model runnable while its weights stay in its folder; see `on_disk`."""
-    device = distributed.resolved_device(config.device)
+    device = resolved_device(config.device)
     return on_disk(dense, device, dtype_for(dense, config, device))
 
 
@@ -321,5 +323,5 @@ def whole_weights(dense: DenseModel, index: int) -> Iterator[None]:
 @torch.no_grad()
 def fill_own_rows(parameter: Tensor, tensors: Tensors, name: str) -> None:
     """Read this rank's rows of one tensor."""
-    rows = distributed.own_rows(parameter)
-    distributed.local_part(parameter).copy_(tensors.read_rows(name, rows))
+    rows = own_rows(parameter)
+    local_part(parameter).copy_(tensors.read_rows(name, rows))

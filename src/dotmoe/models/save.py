@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dotmoe.common.distributed import full_tensor, is_rank_zero
+from dotmoe.common.distributed import is_rank_zero
 from dotmoe.common.files import save_tensors, write_json
+from dotmoe.common.sharded import full_tensor
 from dotmoe.models.checkpoint import INDEX, Tensors
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.targets import TARGETS

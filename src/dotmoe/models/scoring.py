@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dotmoe.common.distributed import full_tensor
+from dotmoe.common.sharded import full_tensor
 from dotmoe.models.hf_config import readout_of
 
 CHUNK_LOGITS = 1 << 25

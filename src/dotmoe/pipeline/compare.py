@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dotmoe.common.distributed import require_one_process, resolved_device
+from dotmoe.common.device import resolved_device
+from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import write_json, write_text
 from dotmoe.common.progress import Progress

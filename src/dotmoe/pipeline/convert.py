@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from dotmoe.common.device import resolved_device
 from dotmoe.common.distributed import (
     broadcast_from_rank_zero,
     process_group,
     raise_on_all_ranks,
     require_one_process,
-    resolved_device,
 )
 from dotmoe.common.options import changed, checked
 from dotmoe.common.progress import Progress

@@ -5,12 +5,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from dotmoe.common.distributed import (
-    broadcast_from_rank_zero,
-    memory_of,
-    num_ranks,
-    resolved_device,
-)
+from dotmoe.common.device import memory_of, resolved_device
+from dotmoe.common.distributed import broadcast_from_rank_zero, num_ranks
 from dotmoe.common.tables import in_bytes
 from dotmoe.measure.inspection.planner import fit_to_memory
 from dotmoe.measure.inspection.sizes import Sizes, Step

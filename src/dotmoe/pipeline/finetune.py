@@ -8,12 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dotmoe.common.distributed import (
-    num_ranks,
-    process_group,
-    raise_on_all_ranks,
-    resolved_device,
-)
+from dotmoe.common.device import resolved_device
+from dotmoe.common.distributed import num_ranks, process_group, raise_on_all_ranks
 from dotmoe.common.errors import UserError, require_package
 from dotmoe.common.files import read_json
 from dotmoe.common.numbers import ceil_div

@@ -31,16 +31,16 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dotmoe.common.device import memory_of
 from dotmoe.common.distributed import (
     Group,
     broadcast_from_rank_zero,
     group_for_a_thread,
     is_rank_zero,
-    local_part,
-    memory_of,
 )
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import complete_folder, remove
+from dotmoe.common.sharded import local_part
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
 logging.getLogger().addFilter(lambda record: record.module != "state_dict_loader")  # tracebacks

@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from dotmoe.common.distributed import (
-    full_tensor,
-    is_rank_zero,
-    num_ranks,
-    raise_on_all_ranks,
-    sum_over_ranks,
-)
+from dotmoe.common.distributed import is_rank_zero, num_ranks, raise_on_all_ranks, sum_over_ranks
 from dotmoe.common.errors import Interrupted, UserError
+from dotmoe.common.sharded import full_tensor
 from dotmoe.training.config import DEFAULT_TRAINING, Schedule, TrainingConfig
 from dotmoe.training.folder import Checkpoints, Metrics, OnStep, metrics_log
 

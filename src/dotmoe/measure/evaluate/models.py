@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dotmoe.common.distributed import resolved_device
+from dotmoe.common.device import resolved_device
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import Values, expanded
 from dotmoe.common.progress import Progress, Update

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from dotmoe.common.distributed import resolved_device
+from dotmoe.common.device import resolved_device
 from dotmoe.common.errors import UserError, nearest
 from dotmoe.common.files import Values, alone_in, read_json, sha256_of, write_json
 from dotmoe.common.progress import Progress

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
-from dotmoe.common.distributed import memory_of
+from dotmoe.common.device import memory_of
 from dotmoe.measure.inspection.sizes import FLOAT32
 from dotmoe.models.checkpoint import dtype_name
 

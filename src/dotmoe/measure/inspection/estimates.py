@@ -9,7 +9,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from dotmoe.common.distributed import num_ranks, resolved_device
+from dotmoe.common.device import resolved_device
+from dotmoe.common.distributed import num_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import check
 from dotmoe.common.tables import in_time

@@ -10,14 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dotmoe.common.distributed import (
-    broadcast_from_rank_zero,
-    in_float32,
-    num_ranks,
-    raise_on_all_ranks,
-)
+from dotmoe.common.distributed import broadcast_from_rank_zero, num_ranks, raise_on_all_ranks
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
+from dotmoe.common.precision import in_float32
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.seeds import generator_for
 from dotmoe.method.config import RepairConfig

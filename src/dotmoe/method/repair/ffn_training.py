@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from dotmoe.common.distributed import (
     gathered,
     gathered_rows,
-    in_fast_products,
     is_rank_zero,
     num_ranks,
     rank,
@@ -19,6 +18,7 @@ from dotmoe.common.distributed import (
     summed_parts,
 )
 from dotmoe.common.numbers import ceil_div
+from dotmoe.common.precision import in_fast_products
 from dotmoe.method.layout import DROPPED, ExpertLayout
 from dotmoe.method.repair.problem import LayerProblem, tokens_at_once
 from dotmoe.method.router import Routing

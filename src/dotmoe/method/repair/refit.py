@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dotmoe.common.distributed import in_float32, sum_over_ranks
+from dotmoe.common.distributed import sum_over_ranks
+from dotmoe.common.precision import in_float32
 from dotmoe.method.repair.problem import LARGEST_WEIGHT, LayerProblem
 
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)

@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dotmoe.common.distributed import (
-    gathered,
-    has_room,
-    memory_of,
-    num_ranks,
-    raise_on_all_ranks,
-    rank,
-)
+from dotmoe.common.device import has_room, memory_of
+from dotmoe.common.distributed import gathered, num_ranks, raise_on_all_ranks, rank
 from dotmoe.common.errors import UserError
 from dotmoe.common.numbers import ceil_div
 from dotmoe.method.config import RepairConfig

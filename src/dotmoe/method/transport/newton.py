@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dotmoe.common.distributed import in_float32
+from dotmoe.common.precision import in_float32
 from dotmoe.method.transport.plan import (
     CACHED_ELEMENTS,
     Capacity,

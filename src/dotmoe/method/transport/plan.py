@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dotmoe.common.distributed import memory_of
+from dotmoe.common.device import memory_of
 
 CACHED_ELEMENTS = 2**17
 """Elements of a block on the CPU: half a MiB in float32, so that a few blocks share a cache."""

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dotmoe.common.distributed import memory_of
+from dotmoe.common.device import memory_of
 from dotmoe.common.errors import UserError
 from dotmoe.common.progress import no_update
 from dotmoe.common.tables import in_bytes
