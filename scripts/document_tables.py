@@ -610,6 +610,23 @@ def planner_error() -> str:
     )
 
 
+# --- docs/research/conversation.md
+
+
+@part
+def conversation(file: str) -> str:
+    """Every word of a conversation, question by question."""
+    record = load(file)
+    parts = []
+    for number, turn in enumerate(record.dense.turns):
+        parts += [f"## {number + 1}. The user", turn.question]
+        for side, name in (("dense", "The dense model"), ("converted", "The converted model")):
+            said = record[side].turns[number]
+            end = "" if said.ended else f" (cut at {record.new_tokens} tokens)"
+            parts += [f"**{name}**{end}", f"````text\n{said.answer.strip()}\n````"]
+    return "\n\n".join([*parts, f"{made(record)}; {file}."])
+
+
 # --- docs/tutorial.md
 
 
