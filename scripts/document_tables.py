@@ -613,6 +613,11 @@ def planner_error() -> str:
 # --- docs/research/conversation.md
 
 
+def quoted(text: str) -> str:
+    """A text as a quotation."""
+    return "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())
+
+
 @part
 def conversation(file: str) -> str:
     """Every word of a conversation, question by question."""
@@ -623,7 +628,7 @@ def conversation(file: str) -> str:
         for side, name in (("dense", "The dense model"), ("converted", "The converted model")):
             said = record[side].turns[number]
             end = "" if said.ended else f" (cut at {record.new_tokens} tokens)"
-            parts += [f"**{name}**{end}", f"````text\n{said.answer.strip()}\n````"]
+            parts += [f"**{name}**{end}", quoted(said.answer)]
     return "\n\n".join([*parts, f"{made(record)}; {file}."])
 
 

@@ -165,7 +165,7 @@ ASSIGNMENT = {
     "newton.balanced_plan": 1,  # potentials of the step before
     "newton._write_gradient": 2,  # two small sums of all layers, whose systems the host solves
 }
-DECIDING = {"newton.gradient", "newton.factored", "plan.greedy_assignment"}
+DECIDING = {"newton.gradient", "newton.factored", "plan.refused_rows"}
 """What waits as often as the numbers need: a pass, its matrix, a round of proposals."""
 
 
@@ -193,7 +193,7 @@ def test_a_step_of_alignment_waits_only_to_decide(layers, solver, dense, tokens_
     is_newton = solver == "newton"
     solving = {name: n for name, n in ASSIGNMENT.items() if is_newton or "newton" not in name}
     assert counts == EACH_STEP | solving
-    assert seen["plan.greedy_assignment"] % 2 == 1  # two in every round, one to see the end
+    assert seen["plan.refused_rows"] % 2 == 1  # two in every round, one to see the end
     if is_newton:
         assert layers <= seen["newton.gradient"] <= 5 * layers
     else:
@@ -208,7 +208,7 @@ def test_rounding_waits_twice_a_round_and_once_to_see_the_end():
         with crossings() as seen:
             expert_N = greedy_assignment(plan_NE, capacity=2)
     waiting = [each.function for each in seen if each.waits]
-    assert waiting == ["plan.extremes_of"] + 3 * ["plan.greedy_assignment"]
+    assert waiting == ["plan.extremes_of"] + 3 * ["plan.refused_rows"]
     assert expert_N.cpu().tolist() == [0, 0, 1, 1]
 
 

@@ -59,9 +59,9 @@ from dotmoe.run.provenance import provenance
 from dotmoe.text.answers import OwnAnswers
 from dotmoe.text.answers_of_run import own_answers
 from dotmoe.text.blocks import TokenBlocks
-from dotmoe.text.config import AnswersConfig
+from dotmoe.text.config import SELF, AnswersConfig
 from dotmoe.text.questions import asks_by_name
-from dotmoe.text.sources import SELF, fingerprints_of
+from dotmoe.text.sources import fingerprints_of
 from dotmoe.text.tokenise import (
     NO_ANSWERS,
     OTHER,

@@ -23,7 +23,7 @@ from dotmoe.models.chat import has_chats
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.rivals.baselines import granularity_of
 from dotmoe.run.config import RunConfig
-from dotmoe.text.sources import PROMPTS, SELF
+from dotmoe.text.config import PROMPTS, SELF
 
 Conversion = TypeVar("Conversion", bound=RunConfig)
 

@@ -6,7 +6,7 @@ from typing import Any
 from dotmoe.common.options import Need
 from dotmoe.export.config import GGUF_DENSE, GGUF_NAMES
 from dotmoe.method.config import AlignConfig
-from dotmoe.text.sources import asks
+from dotmoe.text.config import asks
 
 _OF_ALIGNMENT = tuple(field.name for field in fields(AlignConfig) if field.name != "steps")
 _OF_NEURONS = ("expert_size", "experts", "active", "active_experts")

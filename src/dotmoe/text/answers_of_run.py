@@ -9,9 +9,8 @@ from dotmoe.models.chat import has_chats, why_not_asked
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.text.answering import Answering
 from dotmoe.text.answers import ALIKE, OTHERS, Answer, OwnAnswers
-from dotmoe.text.config import DataConfig
+from dotmoe.text.config import PROMPTS, SELF, DataConfig, asks
 from dotmoe.text.questions import ONE_HELDOUT_IN, Question, own_prompts, questions_in, require_chats
-from dotmoe.text.sources import PROMPTS, SELF, asks
 from dotmoe.text.writing import PENALTY
 
 

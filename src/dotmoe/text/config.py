@@ -6,6 +6,14 @@ from typing import Annotated
 from dotmoe.common.errors import UserError
 from dotmoe.common.options import Shown, above, at_least
 
+SELF, PROMPTS = "self", "prompts"
+"""Sources that ask: user's turns that the model writes itself, and the prompts of this package."""
+
+
+def asks(source: str) -> bool:
+    """Whether a source asks the dense model to write; a folder of that name is `./NAME`."""
+    return source in (SELF, PROMPTS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswersConfig:

@@ -6,9 +6,9 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.numbers import ceil_div
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import answering, writing
-from dotmoe.text.config import AnswersConfig, DataConfig
+from dotmoe.text.config import PROMPTS, SELF, AnswersConfig, DataConfig
 from dotmoe.text.questions import asks_by_name, own_prompts
-from dotmoe.text.sources import PROMPTS, SELF, local_files, opened
+from dotmoe.text.sources import local_files, opened
 
 QUESTION_TOKENS, ANSWER_TOKENS = 48, 220
 """Mean tokens of a question in its template, and of an answer: of SmolLM2-135M and

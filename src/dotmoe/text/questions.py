@@ -8,8 +8,8 @@ from typing import Any
 
 from dotmoe.common.errors import UserError
 from dotmoe.models.chat import Message, has_chats
-from dotmoe.text.config import DataConfig
-from dotmoe.text.sources import PROMPTS, SELF, asks, local_files, opened
+from dotmoe.text.config import PROMPTS, SELF, DataConfig, asks
+from dotmoe.text.sources import local_files, opened
 
 ONE_HELDOUT_IN = 8
 """One prompt in so many is held out: its answers are measured on and never fitted."""

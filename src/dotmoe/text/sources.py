@@ -14,14 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 from dotmoe.common.errors import UserError, nearest_beside, one_line
 from dotmoe.common.files import expanded, sha256_of
-from dotmoe.text.config import DataConfig
+from dotmoe.text.config import DataConfig, asks
 from dotmoe.text.files import COMPRESSIONS, FORMATS, documents_in, reader_of, suffix_of
 from dotmoe.text.folders import TRAIN, FolderData, data_of_folder, files_below, is_saved
 from dotmoe.text.rows import Document, RowReader
 
 STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
-SELF, PROMPTS = "self", "prompts"
-"""Sources that ask: user's turns that the model writes itself, and the prompts of this package."""
 _LARGE_BYTES = 1 << 32
 """Size of a file that takes some seconds to read."""
 _PIECES, _PIECE_BYTES = 256, 1 << 16
@@ -40,11 +38,6 @@ DOLMINO_PERCENT = {
     "math": 20.8,
 }
 """Percentage of the tokens that each configuration of the data set contributes."""
-
-
-def asks(source: str) -> bool:
-    """Whether a source asks the dense model to write; a folder of that name is `./NAME`."""
-    return source in (SELF, PROMPTS)
 
 
 def text_of(config: DataConfig) -> DataConfig:

@@ -15,11 +15,11 @@ from dotmoe.models.chat import by_template
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.text.answers import Answer, OwnAnswers, num_answer_tokens, num_chat_tokens
 from dotmoe.text.blocks import TokenBlocks, split_off_tail
-from dotmoe.text.config import DataConfig
+from dotmoe.text.config import DataConfig, asks
 from dotmoe.text.overlap import contained, overlap, write_decontaminated
 from dotmoe.text.packing import Record, pack_sources, separator_id
 from dotmoe.text.questions import ONE_HELDOUT_IN
-from dotmoe.text.sources import asks, documents, sources_of, text_of
+from dotmoe.text.sources import documents, sources_of, text_of
 from dotmoe.text.whole_chats import whole_chats
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"

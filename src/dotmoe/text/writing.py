@@ -13,8 +13,8 @@ from dotmoe.models.chat import asked, end_tokens, user_opening
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.sampling import Continuation, Sampling, continuations
 from dotmoe.text.answers import Answer, answer_from_row, save_answers
+from dotmoe.text.config import SELF
 from dotmoe.text.questions import Question, question
-from dotmoe.text.sources import SELF
 
 ANSWERS = Sampling()
 """How a model answers: as its makers advise for most."""
