@@ -1013,7 +1013,7 @@ def decoding() -> str:
 
     *names, last_name = DECODING.values()
     return (
-        f"With half of the FFN, one sequence in llama.cpp on a CPU decodes {of_all(50)} times as "
+        f"With half of the FFN (same conversions, fewer experts), one sequence in llama.cpp on a CPU decodes {of_all(50)} times as "
         f"fast as dense ({', '.join(names)}, {last_name}; 8 bits). With three quarters it gains "
         f"nothing: {of_all(75)} times."
     )
