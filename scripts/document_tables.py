@@ -613,8 +613,8 @@ def planner_error() -> str:
 # --- docs/research/conversation.md
 
 
-def quoted(text: str) -> str:
-    """A text as a quotation."""
+def as_quotation(text: str) -> str:
+    """A text of several lines as a quotation."""
     return "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())
 
 
@@ -628,7 +628,7 @@ def conversation(file: str) -> str:
         for side, name in (("dense", "The dense model"), ("converted", "The converted model")):
             said = record[side].turns[number]
             end = "" if said.ended else f" (cut at {record.new_tokens} tokens)"
-            parts += [f"**{name}**{end}", quoted(said.answer)]
+            parts += [f"**{name}**{end}", as_quotation(said.answer)]
     return "\n\n".join([*parts, f"{made(record)}; {file}."])
 
 
@@ -1013,7 +1013,8 @@ def decoding() -> str:
 
     *names, last_name = DECODING.values()
     return (
-        f"With half of the FFN (same conversions, fewer experts), one sequence in llama.cpp on a CPU decodes {of_all(50)} times as "
+        "With half of the FFN (same conversions, fewer experts), one sequence in llama.cpp on a "
+        f"CPU decodes {of_all(50)} times as "
         f"fast as dense ({', '.join(names)}, {last_name}; 8 bits). With three quarters it gains "
         f"nothing: {of_all(75)} times."
     )
