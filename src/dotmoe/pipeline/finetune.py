@@ -95,8 +95,8 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
             "with --repair, or with --targets ffn."
         )
     if source.folder.has("export"):  # it is measured beside the result
-        require_checksums(source.folder.path_of("export"), read_weights=False)
         require_written_k(source.folder.path_of("export"))
+        require_checksums(source.folder.path_of("export"), read_weights=False)
     if config.data.data:
         return source, replace(source.config, data=config.data)
     _require_same_text(source)

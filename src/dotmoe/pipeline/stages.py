@@ -303,7 +303,11 @@ class Run:
                     on_progress=update,
                 )
 
-        self.run_stage("export", require_checksums, make)
+        def load(folder: Path) -> None:
+            require_written_k(folder)  # what is measured next belongs to that k
+            require_checksums(folder)
+
+        self.run_stage("export", load, make)
 
     def evaluate(
         self,
@@ -324,7 +328,6 @@ class Run:
         exports = {**(earlier or {}), "moe": exported}
 
         def measured() -> dict[str, Any]:
-            require_written_k(exported)
             record = ExportRecord.load(exported)
             context = min(map(context_of, exports.values()))
             self.texts = perplexity.cut_to_context(self.texts, context)
