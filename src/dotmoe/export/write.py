@@ -4,6 +4,7 @@ import logging
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -15,7 +16,7 @@ from dotmoe.common.progress import Update, no_update
 from dotmoe.common.worker import WorkerDiedError
 from dotmoe.export.choice import ALL_RUN, NEEDS_OWN_CODE, OWN, context_note, format_for
 from dotmoe.export.config import GGUF_NAMES, ExportConfig, GgufConfig
-from dotmoe.export.format import EXPORTED, ConvertedModel
+from dotmoe.export.format import EXPORTED, ConvertedModel, Format
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
@@ -97,11 +98,7 @@ def export(
     dtype = export_dtype(dense, config)
     form = format_for(dense, splits_in(layouts), config.format, dtype)
     layouts = tuple(replace(each, router_LED=each.router_LED.to(dtype).float()) for each in layouts)
-    notes = list[str]()
-    if config.export_dtype == "source" and Tensors.of(dense).dtype == torch.float16:
-        config = replace(config, export_dtype="float32")
-        if config.format not in GGUF_NAMES:
-            notes.append(_WIDENED)
+    config, notes = _without_float16(config, dense)
     out = new_folder(out)
     device = torch.device("cpu") if dense.weights == "meta" else dense.device
     exact = on_disk(dense, device, torch.float32)
@@ -124,13 +121,8 @@ def export(
         )
         files = form.write(converted, folder)
         tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
-        problems = routing_problems(routers, sample_BT.numel())
-        verification = None
-        try:
-            verification, beyond = form.check(converted, folder, tokens_BT)
-            problems += beyond
-        except (VerificationError, WorkerDiedError) as error:
-            problems.append(str(error).replace(str(folder), str(unverified)))
+        verification, problems = _verified(form, converted, folder, tokens_BT, unverified)
+        problems = routing_problems(routers, sample_BT.numel()) + problems
         lowered = context_note(dense, splits_in(layouts), form, dtype)
         if lowered:
             notes.append(lowered)
@@ -151,6 +143,25 @@ def export(
             folder.rename(unverified)
             raise _unverified_error(problems, unverified)
     return record
+
+
+def _without_float16(config: ExportConfig, dense: DenseModel) -> tuple[ExportConfig, list[str]]:
+    """The options with float32 in place of a float16 that they would copy, and a note of that."""
+    if config.export_dtype != "source" or Tensors.of(dense).dtype != torch.float16:
+        return config, []
+    notes = [] if config.format in GGUF_NAMES else [_WIDENED]
+    return replace(config, export_dtype="float32"), notes
+
+
+def _verified(
+    form: Format, converted: ConvertedModel, folder: Path, tokens_BT: Tensor, unverified: Path
+) -> tuple[Any, list[str]]:
+    """What the check of a written folder measured, None if it broke; and what it found wrong."""
+    try:
+        verification, problems = form.check(converted, folder, tokens_BT)
+    except (VerificationError, WorkerDiedError) as error:
+        return None, [str(error).replace(str(folder), str(unverified))]
+    return verification, list(problems)
 
 
 def _remove_earlier(unverified: Path) -> None:
