@@ -15,14 +15,13 @@ GENERATED = ("humaneval", "gsm8k")
 ANSWERS = {"alike": "KL, prompts as fitted", "others": "KL, other prompts"}
 
 FRONT_PAGE = (
-    *("refitted", "repaired", "finetuned", "static-refitted", "static-repaired"),
-    *("static-finetuned", "cmoe-repaired", "sparsegpt-2-4"),
+    *("refitted", "repaired", "static-refitted", "static-repaired"),
+    *("cmoe-repaired", "sparsegpt-2-4"),
 )
-"""Rows on the front page, without their shares."""
+"""Rows on the front page, without their shares: what a conversion gives, and rivals beside it."""
 _MOST_NAMES = 8
 _SHORT_REPAIR = ("refitted", "static-refitted")
 _WHOLE_REPAIR = ("repaired", "static-repaired")
-_FINETUNED = ("finetuned", "static-finetuned")
 
 
 def on_answers(row: Any) -> dict[str, str | None]:
@@ -140,24 +139,19 @@ def front_page(records: Mapping[str, Any], tabled: Callable[..., str]) -> str:
 
 
 def _gives_way(row: Any, record: Any) -> bool:
-    """Whether a row is left out because dotmoe and static pruning are not trained alike in it.
+    """Whether a row is left out for those of the other repair at its share.
 
-    The rows beside each other have one repair: the whole one where both have it, else the short
-    one. A finetuned one is shown where both are finetuned.
+    The rows beside each other have one repair: the whole one where dotmoe and static pruning both
+    have it, else the short one.
     """
     made = {each["name"] for each in record["rows"] if each["is_made"]}
     share = f"{100 * row['share']:.0f}" if row["share"] else ""
 
-    def both_are_made(names: Sequence[str]) -> bool:
-        return {f"{name}-{share}" for name in names} <= made
-
-    name = _without_share(row)
-    if name in _SHORT_REPAIR:
-        return both_are_made(_WHOLE_REPAIR)
-    if name in _WHOLE_REPAIR:
-        return not both_are_made(_WHOLE_REPAIR) and f"refitted-{share}" in made
-    if name in _FINETUNED:
-        return not both_are_made(_FINETUNED)
+    both_are_whole = {f"{name}-{share}" for name in _WHOLE_REPAIR} <= made
+    if _without_share(row) in _SHORT_REPAIR:
+        return both_are_whole
+    if _without_share(row) in _WHOLE_REPAIR:
+        return not both_are_whole and f"refitted-{share}" in made
     return False
 
 

@@ -333,10 +333,6 @@ def test_results_name_no_paths_and_no_single_questions():
         ("refitted static-refitted repaired", "refitted static-refitted"),
         ("refitted static-refitted repaired static-repaired", "repaired static-repaired"),
         ("repaired finetuned", "repaired"),
-        (
-            "repaired static-repaired finetuned static-finetuned",
-            "repaired static-repaired finetuned static-finetuned",
-        ),
     ],
 )
 def test_the_front_page_shows_rows_that_are_trained_alike(made, shown):
