@@ -22,8 +22,8 @@ from torch.utils.benchmark import Timer
 import alignment_step
 from alignment_step import Subject
 from dotmoe.measure.inspection.accelerators import ACCELERATORS, Accelerator, measured_here
+from dotmoe.measure.inspection.planned_stages import Stages
 from dotmoe.measure.inspection.planner import seconds
-from dotmoe.measure.inspection.stages import Stages
 from dotmoe.method.calibrate import calibrate
 from dotmoe.method.config import (
     AssignmentConfig,

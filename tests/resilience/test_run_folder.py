@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
-from dotmoe.common.options import identity
+from dotmoe.common.options import what_is_made
 from dotmoe.common.progress import Progress
 from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import load_dense, load_weights
@@ -36,7 +36,10 @@ def config_of(made, **changes):
 
 def test_what_only_says_how_is_no_part_of_the_identity():
     configs = RunConfig(model="s", out="o"), FinetuneRunConfig(run="s", out="o")
-    every, kept = ({path for c in configs for path in paths_in(of(c))} for of in (asdict, identity))
+    every, kept = (
+        {path for config in configs for path in paths_in(of(config))}
+        for of in (asdict, what_is_made)
+    )
     left_out = {path for path in every - kept if not path.startswith("training.")}
     assert left_out == set(HOW)
 

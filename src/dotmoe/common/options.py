@@ -288,15 +288,15 @@ def values_of(config: Any) -> dict[str, Any]:
     return values if command is None else {COMMAND: command, **values}
 
 
-def identity(config: Any) -> dict[str, Any]:
+def what_is_made(config: Any) -> dict[str, Any]:
     """A config's values without those marked `HOW`: equal for runs that have the same result."""
     names = [name for name, _, marks in marked_fields(type(config)) if HOW not in marks]
     values = {name: getattr(config, name) for name in names}
-    return {n: identity(v) if dataclasses.is_dataclass(v) else v for n, v in values.items()}
+    return {n: what_is_made(v) if dataclasses.is_dataclass(v) else v for n, v in values.items()}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The options that differ between two results of `identity`, as `name (old, not new)`."""
+    """The options that differ between two results of `what_is_made`, as `name (old, not new)`."""
     plain, nested = list[str](), list[str]()
     for name, value in old.items():
         if isinstance(value, dict):

@@ -29,7 +29,7 @@ from dotmoe.common.files import (
     sync,
     write_json,
 )
-from dotmoe.common.options import COMMAND, differences, from_values, identity, values_of
+from dotmoe.common.options import COMMAND, differences, from_values, values_of, what_is_made
 from dotmoe.models.source import EMBEDDED, at_revision
 from dotmoe.run.provenance import provenance
 
@@ -324,7 +324,7 @@ class RunFolder:
 
     def _require_usable(self, config: Any) -> None:
         if self.exists:
-            if others := differences(identity(self.config(type(config))), identity(config)):
+            if others := differences(what_is_made(self.config(type(config))), what_is_made(config)):
                 named = ", ".join(others[:_SHOWN])
                 if len(others) > _SHOWN:
                     named += f" and {len(others) - _SHOWN} more"

@@ -223,11 +223,11 @@ def _fingerprint_of(source: str) -> str | None:
     if not files:
         return None
     root = named.path
-    lines = [f"{file.relative_to(root).as_posix()} {_content_of(file)}" for file in files]
+    lines = [f"{file.relative_to(root).as_posix()} {_digest_of(file)}" for file in files]
     return sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _content_of(file: Path) -> str:
+def _digest_of(file: Path) -> str:
     stat = file.stat()
     if stat.st_size <= _LARGE_BYTES:
         return sha256_of(file)

@@ -21,14 +21,14 @@ from dotmoe.export.gguf_limits import room_in_llama_cpp
 from dotmoe.export.transformers_format import TransformersFormat, server_faults
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection.accelerators import ACCELERATORS, Accelerator, measured_here
-from dotmoe.measure.inspection.planner import plan_step
-from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
-from dotmoe.measure.inspection.stages import (
+from dotmoe.measure.inspection.planned_stages import (
     SPLIT_LEFT_OUT,
     UNMEASURED,
     WRITING_ASSUMED,
     Stages,
 )
+from dotmoe.measure.inspection.planner import plan_step
+from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
 from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
 from dotmoe.method.granularity import to_record
