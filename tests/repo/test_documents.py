@@ -295,3 +295,25 @@ def test_examples_in_docstrings_give_what_they_say(path):
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert result.attempted
     assert not result.failed
+
+
+def hunks_of(page):
+    """Yield the file and the old lines of each hunk of the diffs on a page."""
+    for block in re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL):
+        file, old = "", []
+        for line in [*block.splitlines(), "@@"]:
+            if line.startswith(("--- ", "@@")):
+                if "".join(old).strip():
+                    yield file, "\n".join(old).strip("\n")
+                old = []
+            if line.startswith("--- "):
+                file = line.removeprefix("--- ").strip()
+            elif not line.startswith(("+", "@@")):
+                old.append(line[1:])
+
+
+def test_the_examples_of_changes_still_apply():
+    hunks = list(hunks_of((ROOT / "docs/dev/examples.md").read_text()))
+    assert len(hunks) > 10
+    for file, old in hunks:
+        assert old in (ROOT / "src/dotmoe" / file).read_text(), f"{file}:\n{old}"
