@@ -277,3 +277,22 @@ def test_gradients_of_a_float16_checkpoint_do_not_underflow(
 ):
     dense = describe_dense(str(tiny_dense("llama", dtype=stored)))
     assert dtype_for(dense, LoadConfig(dtype=asked), torch.device(device)) == dtype
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        '{"eos_token_id": [1,',
+        "",
+        '{"eos_token_id": "x"}',
+        '{"do_sample": false, "num_return_sequences": 2}',
+        '{"cache_implementation": "none such"}',
+    ],
+)
+def test_damaged_generation_settings_are_named(settings, tiny_dense, tmp_path):
+    folder = shutil.copytree(tiny_dense("llama"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(settings)
+    with pytest.raises(UserError) as caught:
+        load_dense(str(folder), LoadConfig(dtype="float32"))
+    assert f"{folder}/generation_config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -188,3 +188,11 @@ def test_a_file_that_cannot_take_the_result_is_refused_before_anything_is_measur
         config = BenchConfig(dense=pair / "dense", moe=pair / "mixtral", out=str(out), **SMALL)
         with pytest.raises(UserError, match=said):
             bench(config)
+
+
+def test_a_pair_is_known_however_its_places_are_spelt(pair, tmp_path, monkeypatch):
+    monkeypatch.chdir(pair)
+    names = {side: {"name": name} for side, name in (("dense", "dense"), ("moe", "./mixtral/"))}
+    (tmp_path / "bench.json").write_text(json.dumps(names))
+    out = str(tmp_path / "bench.json")
+    assert bench(BenchConfig(dense="./dense", moe=pair / "mixtral", out=out, **SMALL))["points"]

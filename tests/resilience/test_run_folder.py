@@ -20,7 +20,7 @@ from dotmoe.pipeline.convert import convert
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RunFolder
-from runs import put_into, refusal
+from runs import TINY_FINETUNE, put_into, refusal
 
 HOW = [
     *("out", "training", "load.device", "load.sharding", "align.activation_checkpointing"),
@@ -202,11 +202,11 @@ def test_the_dense_model_has_left_memory_when_the_export_is_loaded(
 
 def test_inputs_are_compared_and_kept_by_name(finished, tmp_path):
     folder, config = RunFolder(finished.copied_to(tmp_path / "run").folder), config_of(finished)
-    recorded = {"model": "of its files"}
+    recorded = {"model": "of its files", "text 2": "of one file"}
     put_into(folder.path / "manifest.json", inputs=recorded)
-    folder.begin(config, folder.model, None, {"text 2": "of one file"})
-    folder.begin(config, folder.model, None, recorded)  # its text cannot be read any more
-    assert RunFolder(folder.path).manifest["inputs"] == recorded | {"text 2": "of one file"}
+    folder.begin(config, folder.model, None, {"model": "of its files"})  # its text is gone
+    folder.begin(config, folder.model, None, {"text 1": "of what was of the hub"})
+    assert RunFolder(folder.path).manifest["inputs"] == recorded
     folder.require_inputs({})
     folder.require_inputs({"text 2": "of one file"})
     line = refusal(folder.begin, config, folder.model, None, {"text 2": "of another"})
@@ -301,3 +301,33 @@ def test_an_export_that_was_edited_before_it_is_measured_is_refused(finished, co
     assert f"{edited} is {k + 1}, but the export was written and measured with {k}. Set" in said
     put_into(edited, num_experts_per_tok=k)
     assert command(*made.command()).status == 0
+
+
+def test_a_run_of_a_version_with_one_fingerprint_of_all_text_goes_on(finished, command, tmp_path):
+    """What it was cannot be told any more; nothing that is made is made again."""
+    made = finished.copied_to(tmp_path / "run")
+    inputs = read_json(made.folder / "manifest.json")["inputs"]
+    put_into(made.folder / "manifest.json", inputs={"model": inputs["model"], "text": "0" * 64})
+    (made.folder / "6_evaluate/results.json").unlink()
+    done = command(*made.command())
+    assert done.status == 0, done.err
+    assert "calibrate (data)" not in done.err
+    assert made.tensors() == finished.tensors()
+    assert set(read_json(made.folder / "manifest.json")["inputs"]) == {"model", "text"}
+    assert command("finetune", made.folder, tmp_path / "tuned", **TINY_FINETUNE).status == 0
+
+
+def test_text_that_is_gone_is_missed_if_it_is_read_again(finished, command, tmp_path, monkeypatch):
+    """A folder whose name a data set of the hub might have, too."""
+    monkeypatch.chdir(tmp_path)
+    text = Path("mine/texts/mine.txt")
+    text.parent.mkdir(parents=True)
+    text.write_text(Path(finished.options["data"]).read_text())
+    made = finished.at(tmp_path / "run", data="mine/texts").made()
+    shutil.move("mine", "gone")
+    tuned = command("finetune", made.folder, tmp_path / "tuned", **TINY_FINETUNE)
+    assert f"the text of {made.folder} cannot be read again from {tmp_path}" in tuned.refusal()
+    shutil.rmtree(made.folder / "0_data")
+    stages = read_json(made.folder / "manifest.json")["stages"]
+    put_into(made.folder / "manifest.json", stages={"answers": stages.popitem()[1]})
+    assert "is not there any more. Put it there again" in command(*made.command()).refusal()

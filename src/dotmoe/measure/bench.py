@@ -125,11 +125,16 @@ def _require_place(file: Path, config: BenchConfig) -> None:
         raise UserError(
             f"{file} exists and is no result of bench. Name another file, or delete it."
         ) from None
-    if names != [config.dense, config.moe]:
+    if list(map(_place, names)) != [_place(config.dense), _place(config.moe)]:
         raise UserError(
             f"{file} is a result of {' and '.join(names)}, another pair. Name another file, or "
             "delete it."
         )
+
+
+def _place(name: str) -> Path:
+    """Where a model lies, however its name is spelt."""
+    return expanded(name).resolve()
 
 
 def _require_clock(config: BenchConfig, threads: int, device: str) -> None:

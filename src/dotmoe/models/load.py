@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dotmoe.common.device import resolved_device
 from dotmoe.common.distributed import mesh, num_ranks, raise_on_all_ranks
-from dotmoe.common.errors import UserError
+from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import is_finite
 from dotmoe.common.sharded import local_part, own_rows
 from dotmoe.common.tables import in_bytes
@@ -200,8 +200,20 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
 
 def _take_generation_config(model: nn.Module, folder: Path) -> None:
     """Give a model the generation settings of its checkpoint: they name tokens that end a turn."""
-    if (folder / "generation_config.json").is_file():
-        cast(Any, model).generation_config = read_stock(GenerationConfig, folder)
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return
+    try:
+        settings: Any = read_stock(GenerationConfig, folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{file} cannot be read ({one_line(error)}). Mend it, or remove it."
+        ) from error
+    ends = settings.eos_token_id
+    ids = ends if isinstance(ends, list) else [ends]
+    if ends is not None and not all(isinstance(each, int) for each in ids):
+        raise UserError(f"eos_token_id in {file} is {ends!r}, but it must be one or more ids.")
+    cast(Any, model).generation_config = settings
 
 
 def require_loadable(folder: Path) -> None:

@@ -33,7 +33,7 @@ from dotmoe.pipeline.stages import Run
 from dotmoe.run.config import FinetuneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS
-from dotmoe.text.sources import fingerprints_of
+from dotmoe.text.sources import fingerprints_of, is_text
 from dotmoe.text.tokenise import require_sources
 
 
@@ -108,16 +108,18 @@ def _require_same_text(source: FinishedRun) -> None:
     """Refuse files of the run's text that have other contents than those that the run read."""
     config: Any = source.config
     texts = (*config.eval_text, *config.other_text)
+    found = fingerprints_of((*config.data.data, *texts))
+    recorded = source.folder.manifest["inputs"]
     try:
         require_sources(config.data, texts)
+        if any(is_text(name) and name not in found for name in recorded):
+            raise UserError("a part of it is gone. Put it there again.")
     except UserError as error:
         raise UserError(
             f"the text of {source.folder.path} cannot be read again from {Path.cwd()}: {error} Or "
             "name the text to finetune on: --data."
         ) from error
-    found = fingerprints_of((*config.data.data, *texts))
-    recorded = source.folder.manifest["inputs"]
-    if any(recorded.get(name) != sha for name, sha in found.items()):
+    if any(sha != recorded.get(name, sha) for name, sha in found.items()):
         raise UserError(
             f"the text of {source.folder.path} ({', '.join(config.data.data)}) has changed since "
             "the run read it. Restore it, or name the text to finetune on: --data."

@@ -32,6 +32,7 @@ from dotmoe.common.files import (
 from dotmoe.common.options import COMMAND, differences, from_values, values_of, what_is_made
 from dotmoe.models.source import EMBEDDED, at_revision
 from dotmoe.run.provenance import provenance
+from dotmoe.text.sources import is_text
 
 STAGES = {
     "answers": "0_answers",
@@ -225,17 +226,34 @@ class RunFolder:
         stages = {}
         if self.exists:
             self.require_inputs(inputs)
-            stages, recorded = self.manifest["stages"], self.manifest["inputs"]
-            if any(_is_text(name) and name not in inputs for name in recorded):
-                self._log("text of the run is gone: the tokens that the run has of it are used")
-            inputs = {**recorded, **inputs}
-            if any(_is_text(name) and sha != recorded.get(name) for name, sha in inputs.items()):
+            stages = self.manifest["stages"]
+            if "data" in stages:
+                inputs = self._with_recorded_texts(inputs)
+            elif self._texts_have_changed(inputs):
                 stages = {name: made for name, made in stages.items() if name != "answers"}
+            inputs = {**self.manifest["inputs"], **inputs}
         values = values_of(config)
         about = {"format": 1, COMMAND: config.command, "model": model}
         about["revision"] = revision
         self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
         write_json(self.path / _CONFIG, values)
+
+    def _with_recorded_texts(self, inputs: Mapping[str, str]) -> dict[str, str]:
+        """Inputs of a run that has its tokens, without texts that it did not record then."""
+        recorded = self.manifest["inputs"]
+        if any(is_text(name) and name not in inputs for name in recorded):
+            self._log("text of the run is gone: the tokens that the run has of it are used")
+        return {name: sha for name, sha in inputs.items() if not is_text(name) or name in recorded}
+
+    def _texts_have_changed(self, inputs: Mapping[str, str]) -> bool:
+        """Whether a run without tokens has other texts now; refused if one of them is gone."""
+        recorded = self.manifest["inputs"]
+        if any(is_text(name) and name not in inputs for name in recorded):
+            raise UserError(
+                f"text that {self.path} was started with is not there any more. Put it there "
+                "again, or choose another folder."
+            )
+        return any(is_text(name) and sha != recorded.get(name) for name, sha in inputs.items())
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
         """Refuse inputs other than those that the run was started with; see `begin`.
@@ -245,10 +263,10 @@ class RunFolder:
         """
         recorded = self.manifest["inputs"]
         for name, sha in inputs.items():
-            if _is_text(name) and "data" not in self.manifest["stages"]:
+            if is_text(name) and "data" not in self.manifest["stages"]:
                 continue
             if sha != recorded.get(name, sha):
-                said = _CHANGED["text" if _is_text(name) else name]
+                said = _CHANGED["text" if is_text(name) else name]
                 raise UserError(f"{self.path} was started {said}, or choose another folder.")
 
     def run_stage(
@@ -367,11 +385,6 @@ def export_folder(path: Path) -> Path:
     """The model folder for a path: of a run folder its export or pruned model, else the path."""
     of_a_run = path / STAGES["export"], path / STAGES["prune"] / "model"
     return next((folder for folder in of_a_run if _is_filled(folder)), path)
-
-
-def _is_text(name: str) -> bool:
-    """Whether an input of a run is one of its texts, by its name in the manifest."""
-    return name.startswith("text ")
 
 
 def _is_filled(path: Path) -> bool:

@@ -210,6 +210,11 @@ def fingerprints_of(sources: Iterable[str]) -> dict[str, str]:
     return {name: sha for name, sha in found.items() if sha is not None}
 
 
+def is_text(name: str) -> bool:
+    """Whether an input of a run is one of its texts, by the name that `fingerprints_of` gives."""
+    return name.startswith("text ")
+
+
 def _fingerprint_of(source: str) -> str | None:
     if asks(source):
         return None
