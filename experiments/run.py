@@ -8,8 +8,7 @@ not repeated, and a stopped one is resumed. `NAME/experiment.toml` has of an exp
 
 - `runs`: those it needs, with theirs;
 - `[[table]]`: `rows`, each with a file of a run or under results/, and `columns`, each a Python
-  expression over the keys of that file, `row`, `seed` and the functions of
-  scripts/document_tables.py;
+  expression over the keys of that file, `row` and `seed`; `find(rows, name=value)` is a row;
 - `[[shows]]`: a finding as numbers in ascending order, [row, column] or plain, and the verdict that
   is expected at small scale.
 
@@ -35,8 +34,8 @@ from dotmoe.run.provenance import provenance
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
-import document_tables  # noqa: E402 - from that folder
-import update_documents  # noqa: E402
+import update_documents  # noqa: E402 - from that folder
+from document_tables import records  # noqa: E402
 
 RUNS = ROOT / "experiments" / "runs"
 SEEDS = range(3)
@@ -134,11 +133,11 @@ def collected(asked: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
         rows = dict[str, dict[str, list[float]]]()
         for row, file in table["rows"].items():
             place = ROOT if file.startswith("results/") else RUNS
-            records = [document_tables.load(place / each) for each in of_seeds(file)]
+            contents = [records.load(place / each) for each in of_seeds(file)]
             rows[row] = {
                 column: [
-                    document_tables.value(expression, {**record, "row": row, "seed": seed})
-                    for seed, record in enumerate(records)
+                    records.value(expression, {**content, "row": row, "seed": seed})
+                    for seed, content in enumerate(contents)
                 ]
                 for column, expression in table["columns"].items()
             }

@@ -12,15 +12,10 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from document_tables import (
-    ROOT,
-    campaign_records,
-    compared,
-    gemma_by_default,
-    load,
-    qwen_by_default,
-    smollm2_by_default,
-)
+from document_tables.campaigns import campaign_records
+from document_tables.comparisons import compared
+from document_tables.front_page import gemma_by_default, qwen_by_default, smollm2_by_default
+from document_tables.records import ROOT, load
 from dotmoe.common.tables import percent
 
 INK = {"": "#1f2328", "-dark": "#e6e9ed"}

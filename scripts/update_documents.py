@@ -6,7 +6,7 @@ A comment names a table, or a generated paragraph, and what it gives follows up 
     | FFN active | weights | ...
     <!-- end -->
 
-The functions of `document_tables.py` make them. So change a function or a JSON file and run this
+The functions of `document_tables/` make them. So change a function or a JSON file and run this
 script; what stands between the comments is not edited by hand.
 """
 
@@ -15,7 +15,8 @@ import re
 import sys
 from pathlib import Path
 
-from document_tables import ROOT, TABLES
+from document_tables import TABLES
+from document_tables.records import ROOT
 
 PART = re.compile(
     r"(?P<head><!-- table: (?P<name>\S+)(?P<words>(?: \S+)*?) -->\n).*?(?P<end><!-- end -->)",
@@ -27,7 +28,7 @@ def part(match: re.Match[str]) -> str:
     """A part of a document, made anew."""
     name = match["name"]
     if name not in TABLES:
-        raise SystemExit(f"There is no table {name}. document_tables.py has {', '.join(TABLES)}.")
+        raise SystemExit(f"There is no table {name}. document_tables/ has {', '.join(TABLES)}.")
     return f"{match['head']}{TABLES[name](*match['words'].split())}\n{match['end']}"
 
 

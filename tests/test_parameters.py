@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from document_tables import paper_models
+from document_tables.paper_models import paper_models
 from dotmoe.export.parameters import count_parameters
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.granularity import resolve, splits_of

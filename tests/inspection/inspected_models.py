@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from document_tables import paper_models
+from document_tables.paper_models import paper_models
 from dotmoe.export.config import ExportConfig
 from dotmoe.measure.config import InspectConfig
 from dotmoe.measure.inspection import inspect_model

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from inspected_models import HERE, inspection, llama_3_8b, sizes, step
 
-from document_tables import paper_models
+from document_tables.paper_models import paper_models
 from dotmoe.measure.inspection.accelerators import ACCELERATORS
 from dotmoe.measure.inspection.planner import (
     USABLE_SHARE,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from document_tables import paper_models
+from document_tables.paper_models import paper_models
 from dotmoe.common.errors import UserError
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.family import family_of

@@ -11,11 +11,11 @@ import torch
 import campaign
 import campaign_measures
 import campaign_plan
-import campaign_table
-import document_tables
 import dotmoe
 from campaign_plan import Rates
 from campaign_rows import MODELS, Plan, rows_of, with_sources
+from document_tables import campaign_table
+from document_tables.cells import tabled
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
 from dotmoe.measure.inspection.accelerators import Accelerator
@@ -299,7 +299,7 @@ def test_every_row_and_measure_is_made_and_shown(subject, shared_data, text_file
     assert tokens["finetuned-50"] == tokens["repaired-50"] + 2 * 2 * 64
     assert tokens["finetuned-50"] == tokens["static-finetuned-50"]
     assert tokens["dense"] == 0
-    shown = campaign_table.tables(record, document_tables.tabled)
+    shown = campaign_table.tables(record, tabled)
     for words in ("SparseGPT 2:4", "DOT-MoE (paper), finetuned", "KL, other prompts", "GSM8K"):
         assert words in shown
     assert read_json(made.file(made.by_name["dense"], "size"))["values"]["bytes"] > 0

@@ -18,10 +18,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-import document_tables as tables
 import dotmoe
 import draw_results as pictures
 import update_documents as updater
+from document_tables import TABLES, front_page, paper_models, results
 from dotmoe.rivals.config import BASELINES, PRUNERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,24 +126,24 @@ def test_a_tied_head_makes_files_larger_as_the_front_page_says():
 
 def test_numbers_of_the_front_page_are_of_this_version_and_others_are_marked():
     """By git: whether the commit of a file has every change of a default of its conversions."""
-    for commit in tables.DEFAULTS_CHANGED:
+    for commit in front_page.DEFAULTS_CHANGED:
         if git("cat-file", "-e", f"{commit}^{{commit}}").returncode:
             pytest.skip(f"commit {commit} is not in this copy of the repository")
-    for file, defaults in tables.HEADLINES.items():
+    for file, defaults in front_page.HEADLINES.items():
         record = json.loads((ROOT / file).read_text())
         made_at = record.get("made_at") or record["provenance"]["commit"].split(", ")
-        changes = [c for c, (what, _) in tables.DEFAULTS_CHANGED.items() if what in defaults]
+        changes = [c for c, (what, _) in front_page.DEFAULTS_CHANGED.items() if what in defaults]
         is_earlier = any(
             git("merge-base", "--is-ancestor", change, commit).returncode
             for change in changes
             for commit in made_at
         )
-        assert (file in tables.EARLIER) == is_earlier, file
-        marks = re.findall(rf"\]\([./]*{file}\)( {tables.MARK})?", README + RESULTS)
+        assert (file in front_page.EARLIER) == is_earlier, file
+        marks = re.findall(rf"\]\([./]*{file}\)( {front_page.MARK})?", README + RESULTS)
         assert marks, file
         assert all(map(bool, marks)) == is_earlier, file
     linked = {*re.findall(r"\]\((results/[^)]+)\)", README)}
-    assert linked <= {*tables.HEADLINES} - tables.EARLIER
+    assert linked <= {*front_page.HEADLINES} - front_page.EARLIER
 
 
 def git(*words):
@@ -188,7 +188,7 @@ def test_every_table_that_the_script_makes_stands_in_a_page():
         *(ROOT / "experiments").rglob("*.md"),
     ]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    assert set(tables.TABLES) == set(re.findall(r"<!-- table: ([\w-]+)", text))
+    assert set(TABLES) == set(re.findall(r"<!-- table: ([\w-]+)", text))
 
 
 def test_the_picture_of_what_is_kept_has_the_rows_of_the_campaigns():
@@ -216,13 +216,13 @@ def test_the_picture_of_what_is_kept_has_the_rows_of_the_campaigns():
 
 
 def test_the_pictures_of_sizes_and_speeds_have_the_numbers_of_the_tables():
-    shown = tables.sizes().replace("\N{NO-BREAK SPACE}", " ")
+    shown = front_page.sizes().replace("\N{NO-BREAK SPACE}", " ")
     for name, millions, times, error in pictures.losses_by_size():
         assert f"{times:.2f} ± {error:.2f}" in shown, name
         assert 100 < millions < 1_000
     assert len(pictures.size().axes[0].containers) == 2
     for name, line in pictures.speeds().items():
-        (row,) = [row for row in tables.serving_speed().splitlines() if f"| {name} |" in row]
+        (row,) = [row for row in results.serving_speed().splitlines() if f"| {name} |" in row]
         assert all(f" {ratio:.2f} (" in row for _, ratio in line)
     labels = {line.get_label() for line in pictures.speed().axes[0].lines}
     assert labels >= {*pictures.speeds()}
@@ -251,7 +251,9 @@ def test_notes_look_alike_on_github_and_on_the_site():
 
 def test_the_papers_recipe_and_the_projects_default_are_told_apart():
     paper = dotmoe.recipe("paper")
-    assert paper.align.steps * paper.align.batch_size * paper.data.seq_len == tables.PAPER_TOKENS
+    assert (
+        paper.align.steps * paper.align.batch_size * paper.data.seq_len == paper_models.PAPER_TOKENS
+    )
     for page in [*DOCUMENTS, *ROOT.glob("experiments/**/README.md")]:
         text = page.read_text()
         assert not re.findall(r"^\|.*\bDOT-MoE(?! \(paper\))", text, re.MULTILINE), page
