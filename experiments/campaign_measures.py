@@ -342,12 +342,18 @@ def cost(it: Subject) -> Values:
         stages = it.run.manifest["stages"].items()
         made = {name: stage for name, stage in stages if name != "evaluate"}
         seconds = {name: stage["seconds"] for name, stage in made.items()}
-        hours = sum(s["seconds"] * s["provenance"]["threads"] for s in made.values()) / 3_600
+        hours = sum(map(_cpu_seconds, made.values())) / 3_600
         tokens = _tokens_read(it)
     if it.source is not None and it.row.by in ("finetune", "drop_idle"):
         before = cost(it.source)
         hours, tokens = hours + before["cpu_hours"], tokens + before["tokens"]
     return {"cpu_hours": hours, "tokens": tokens, "stages": seconds}
+
+
+def _cpu_seconds(stage: Values) -> float:
+    """CPU seconds of a stage; threads times time where they were not recorded."""
+    by_threads = stage["seconds"] * stage["provenance"]["threads"]
+    return float(stage.get("cpu_seconds", by_threads))
 
 
 def _tokens_read(it: Subject) -> int:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import shutil
+import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -331,3 +332,27 @@ def test_text_that_is_gone_is_missed_if_it_is_read_again(finished, command, tmp_
     stages = read_json(made.folder / "manifest.json")["stages"]
     put_into(made.folder / "manifest.json", stages={"answers": stages.popitem()[1]})
     assert "is not there any more. Put it there again" in command(*made.command()).refusal()
+
+
+def test_a_stage_takes_the_time_of_its_stopped_attempts_too(finished, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+
+    def worked_and_stopped(place):
+        deadline = time.process_time() + 0.05
+        while time.process_time() < deadline:
+            pass
+        raise KeyboardInterrupt
+
+    with folder.at_work(config_of(finished, out=str(folder.path))):
+        folder.begin(config_of(finished), "model", None, {})
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                folder.run_stage("data", lambda place: None, worked_and_stopped)
+        assert folder.manifest["stopped"]["data"]["seconds"] >= 0.1
+        folder.begin(config_of(finished), "model", None, {})  # as a resumed run does
+        folder.run_stage("data", lambda place: None, lambda place: None)
+    manifest = read_json(folder.path / "manifest.json")
+    stage = manifest["stages"]["data"]
+    assert min(stage["seconds"], stage["cpu_seconds"]) >= 0.1
+    assert not manifest["stopped"]
+    assert folder.seconds("data") == stage["seconds"]

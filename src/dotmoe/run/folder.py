@@ -9,17 +9,21 @@ of it are atomic, so the stages that it records are always the first ones, in or
 import hashlib
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dotmoe.common.distributed import broadcast_from_rank_zero, raise_on_all_ranks
+from dotmoe.common.distributed import (
+    broadcast_from_rank_zero,
+    is_rank_zero,
+    raise_on_all_ranks,
+)
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import (
     LOCK,
     DamagedError,
+    Values,
     checksums,
     damage_in,
     locked,
@@ -30,6 +34,7 @@ from dotmoe.common.files import (
     write_json,
 )
 from dotmoe.common.options import COMMAND, differences, from_values, values_of, what_is_made
+from dotmoe.common.stopwatch import Stopwatch
 from dotmoe.models.source import EMBEDDED, at_revision
 from dotmoe.run.provenance import provenance
 from dotmoe.text.sources import is_text
@@ -65,6 +70,8 @@ _CHANGED = {
 """What is said of an input of a run that is not the recorded one, by its name in the manifest."""
 
 _MANIFEST, _CONFIG, _CHECKPOINTS = "manifest.json", "config.json", "checkpoints"
+STOPPED = "stopped"
+"""Key of the manifest with the time of attempts at a stage that were stopped, by stage."""
 _SHOWN = 5
 """Options of another run that are named; the others are counted."""
 _PROGRESS = ("metrics.jsonl", _CHECKPOINTS)
@@ -176,7 +183,7 @@ class RunFolder:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def seconds(self, *names: str) -> float | None:
-        """Total seconds of the finished stages, without interrupted attempts; None if none is."""
+        """Total seconds of the finished stages, stopped attempts included; None if none is."""
         stages = self.manifest["stages"]
         times: list[float] = [stages[name]["seconds"] for name in names if name in stages]
         return sum(times) if times else None
@@ -223,9 +230,10 @@ class RunFolder:
         are fingerprints by name: of the `model`, of each `text 1`, `text 2`, of the `experts` to
         finetune. One that is left out, such as of text that is gone, stays as it is recorded.
         """
-        stages = {}
+        stages, stopped = {}, {}
         if self.exists:
             self.require_inputs(inputs)
+            stopped = self.manifest.get(STOPPED, {})
             stages = self.manifest["stages"]
             if "data" in stages:
                 inputs = self._with_recorded_texts(inputs)
@@ -235,7 +243,8 @@ class RunFolder:
         values = values_of(config)
         about = {"format": 1, COMMAND: config.command, "model": model}
         about["revision"] = revision
-        self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
+        done = {"stages": stages, STOPPED: stopped}
+        self._write({**about, "config": values, "inputs": dict(inputs), **done})
         write_json(self.path / _CONFIG, values)
 
     def _with_recorded_texts(self, inputs: Mapping[str, str]) -> dict[str, str]:
@@ -285,15 +294,35 @@ class RunFolder:
         folder = self.path_of(name)
         if broadcast_from_rank_zero(lambda: self._verify_or_prepare(name)):
             return raise_on_all_ranks(lambda: load(folder))
-        started = time.monotonic()
-        result = make(folder)
+        stopwatch = Stopwatch()
+        with self._counting_a_stop(name, stopwatch):
+            result = make(folder)
 
         def record() -> None:
             save(result, folder)
-            self._record(name, time.monotonic() - started)
+            self._record(name, stopwatch.read())
 
         broadcast_from_rank_zero(record)
         return result
+
+    @contextmanager
+    def _counting_a_stop(self, name: str, stopwatch: Stopwatch) -> Iterator[None]:
+        """Within this context, an interrupt or error adds the time of the stage to its `stopped`.
+
+        A process that is killed outright adds nothing.
+        """
+        try:
+            yield
+        except BaseException:
+            if is_rank_zero():
+                with suppress(OSError, UserError):  # the disk may be full; the first error counts
+                    self._write({**self.manifest, STOPPED: self._stopped_with(name, stopwatch)})
+            raise
+
+    def _stopped_with(self, name: str, stopwatch: Stopwatch) -> dict[str, Values]:
+        """Time of stopped attempts by stage, with this attempt at one of them."""
+        stopped = self.manifest.get(STOPPED, {})
+        return {**stopped, name: _added(stopwatch.read(), stopped.get(name, {}))}
 
     def reopen(self, name: str) -> None:
         """Forget that a stage is finished: it is made again from the progress in its folder."""
@@ -324,7 +353,7 @@ class RunFolder:
         folder.mkdir(exist_ok=True)
         return False
 
-    def _record(self, name: str, seconds: float) -> None:
+    def _record(self, name: str, took: Mapping[str, float]) -> None:
         folder = self.path_of(name)
         files = [RESULTS] if name == "evaluate" else []
         if name not in ("export", "evaluate"):
@@ -332,12 +361,14 @@ class RunFolder:
             files = [path.as_posix() for path in paths if path.parts[0] != _CHECKPOINTS]
         for file in files:
             sync(folder / file)
+        stopped = dict(self.manifest.get(STOPPED, {}))
         record = {
-            "seconds": round(seconds, 3),
+            **_added(took, stopped.pop(name, {})),
             "provenance": provenance(self.manifest["config"]["seed"]),
             "files": checksums(folder, files),
         }
-        self._write({**self.manifest, "stages": {**self.manifest["stages"], name: record}})
+        stages = {**self.manifest["stages"], name: record}
+        self._write({**self.manifest, "stages": stages, STOPPED: stopped})
         shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
 
     def _require_usable(self, config: Any) -> None:
@@ -385,6 +416,11 @@ def export_folder(path: Path) -> Path:
     """The model folder for a path: of a run folder its export or pruned model, else the path."""
     of_a_run = path / STAGES["export"], path / STAGES["prune"] / "model"
     return next((folder for folder in of_a_run if _is_filled(folder)), path)
+
+
+def _added(took: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Times by name, each with the time that was taken before."""
+    return {name: round(time + before.get(name, 0.0), 3) for name, time in took.items()}
 
 
 def _is_filled(path: Path) -> bool:

@@ -1,0 +1,25 @@
+"""Time that work has taken."""
+
+import os
+import time
+
+
+class Stopwatch:
+    """Time since it was made: on the clock, and of all cores in this process and its children."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._cpu_started = _cpu_seconds()
+
+    def read(self) -> dict[str, float]:
+        """`seconds` on the clock and `cpu_seconds`, rounded to milliseconds."""
+        return {
+            "seconds": round(time.monotonic() - self._started, 3),
+            "cpu_seconds": round(_cpu_seconds() - self._cpu_started, 3),
+        }
+
+
+def _cpu_seconds() -> float:
+    """CPU seconds of this process, and of those of its children that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
