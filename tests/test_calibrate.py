@@ -101,6 +101,23 @@ def test_what_no_router_can_be_fitted_to_is_refused_with_the_remedy():
         RidgeRouter(torch.full((5, 8), torch.inf), 0.01)
 
 
+def test_a_layer_that_overflows_float16_is_refused_by_its_number(dense_of):
+    dense = dense_of("llama")
+    ffn = dense.family.ffn(dense.family.layers(dense.model)[1])
+    for part in (ffn.gate, ffn.up):
+        part.weight.data[3] *= 1e4
+    dense.model.half()
+    tokens_BT = torch.randint(2, 258, (4, 64), generator=torch.Generator().manual_seed(0))
+    split = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    rules = CalibrateConfig(), AssignmentConfig()
+    for compute in (
+        lambda: calibrate(dense, TokenBlocks(tokens_BT.int()), split, *rules, seed=0),
+        lambda: pruning_errors(dense, tokens_BT, 0.75),
+    ):
+        with pytest.raises(UserError, match=r"layer 1 computes NaN.* in float16.*float32"):
+            compute()
+
+
 def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense, tokens_BT):
     dense.model.model.layers[0].mlp.down_proj.weight.data.zero_()
     split = Granularity(num_experts=4, expert_size=24, active_experts=1)

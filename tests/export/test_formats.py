@@ -111,6 +111,7 @@ def test_a_format_that_cannot_hold_a_model_says_why_and_which_can(family, target
 
 
 IN_A_WINDOW = {"sliding_window": 40, **rope("dynamic", factor=2.0)}
+LINEAR_IN_A_WINDOW = {"sliding_window": 40, **rope("linear", factor=4.0)}
 GLM, MIXTRAL = {"format": "glm4_moe"}, {"format": "mixtral"}
 
 
@@ -129,6 +130,8 @@ GLM, MIXTRAL = {"format": "glm4_moe"}, {"format": "mixtral"}
         ("llama", {"dtype": "float16"}, {}, {}, None),
         ("mistral", IN_A_WINDOW, {}, GLM, "together with a sliding window.*mixtral"),
         ("mistral", IN_A_WINDOW, {}, MIXTRAL, None),
+        ("mistral", LINEAR_IN_A_WINDOW, {}, GLM, "together with a sliding window.*mixtral"),
+        ("mistral", LINEAR_IN_A_WINDOW, {}, MIXTRAL, None),
         ("phi3", {"partial_rotary_factor": 0.5}, {}, MIXTRAL, "partly rotated heads.*glm4_moe"),
         ("phi3", {"partial_rotary_factor": 0.5}, {}, {}, None),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dotmoe.export.architectures import FORMATS
+from dotmoe.export.format import Gating
 from dotmoe.export.routers import (
     route,
     router_exponent,
@@ -110,6 +111,17 @@ def test_a_p_too_large_shows_where_scores_are_ranked_and_only_there():
     for row in routing("glm4_moe", x_TD, router_ED, 20, torch.float32).values():
         assert row["misrouted"] > 0.1
         assert row["gate_deviation"] < 2**-16
+
+
+def test_a_p_too_large_for_float16_shows_on_metal_alone():
+    x_TD, router_ED = text_like(1000, torch.float32)
+    gating = Gating(score="softmax_of_chosen", only_in="llama.cpp")
+    for exponent, is_right in ((router_exponent(x_TD @ router_ED.T), True), (40, False)):
+        found = runtime_routing(x_TD, router_ED, exponent, ACTIVE, gating, torch.float32)
+        rows = {row["runtime"]: row for row in found}
+        assert rows["llama.cpp"]["misrouted"] == 0
+        misrouted = rows["llama.cpp on Metal and Vulkan"]["misrouted"]
+        assert misrouted < 0.01 if is_right else misrouted > 0.9
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from dotmoe.method.masked import masked_by
 from dotmoe.models.checkpoint import EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.models.family import FAMILIES, MOE, family_of
 from dotmoe.models.hf_config import readout_of
+from dotmoe.models.load import describe_dense
 from dotmoe.models.targets import TARGETS
 from export.comparison import logits_of
 from runs import GRANITE_FACTORS, refusal
@@ -225,6 +226,12 @@ REFUSED = [
         for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     ),
 ]
+
+
+def test_biases_of_ffns_are_refused_whatever_the_config_calls_them(tiny_dense):
+    model = tiny_dense("ernie4_5", use_bias=True)
+    line = refusal(describe_dense, str(model))
+    assert re.search(r"config.json gives FFNs a bias \(gate_proj.bias\).*without it", line)
 
 
 @pytest.mark.parametrize(("family", "changes", "words"), REFUSED, ids=str)

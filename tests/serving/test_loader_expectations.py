@@ -126,10 +126,30 @@ def test_a_server_finds_exactly_what_its_loader_wants_but_for_limits_that_the_ex
 
 LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LONGROPE = rope("longrope", original_max_position_embeddings=32, **LONGROPE)
+DYNAMIC = rope("dynamic", factor=2.0)
+YARN = rope("yarn", factor=2.0, attention_factor=1.5)
 VERSIONS = {"vllm version", "sglang version"}
 KERNELS = [
     ("glm4_moe", "llama", {}, (8, 2, 1024), VERSIONS),
-    ("glm4_moe", "llama", LONGROPE, (8, 2, 1024), VERSIONS | {"vllm longrope"}),
+    (
+        "glm4_moe",
+        "llama",
+        LONGROPE,
+        (8, 2, 1024),
+        VERSIONS | {"vllm longrope", "sglang longrope"},
+    ),
+    (
+        "glm4_moe",
+        "llama",
+        DYNAMIC,
+        (8, 2, 1024),
+        VERSIONS | {"vllm dynamic_rope", "sglang dynamic_rope"},
+    ),
+    ("glm4_moe", "llama", YARN, (8, 2, 1024), VERSIONS | {"sglang attention_factor"}),
+    ("glm4_moe", "llama", rope("yarn", factor=2.0), (8, 2, 1024), VERSIONS),
+    ("mixtral", "llama", DYNAMIC, (8, 2, 96), {"vllm dynamic_rope", "sglang rope_scaling"}),
+    ("qwen3_moe", "qwen3", DYNAMIC, (8, 2, 96), {"vllm dynamic_rope", "sglang dynamic_rope"}),
+    ("granitemoe", "granite", DYNAMIC, (8, 2, 96), {"vllm dynamic_rope", "sglang rope_scaling"}),
     (
         "glm4_moe",
         "llama",

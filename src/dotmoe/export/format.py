@@ -142,8 +142,6 @@ class Gating:
     """Whether Transformers rounds the weights to the dtype of the model."""
     only_in: str | None = None
     """The only runtime that runs such files; None: any runtime may."""
-    exponent: int | None = None
-    """Exponent p of every layer's router; None: chosen for each layer from its router logits."""
 
     def constant(self, active_experts: int) -> float:
         """Factor (2 or k) that makes a chosen expert's weight 1, up to about l 2^-p."""

@@ -1,8 +1,7 @@
 """GGUF files for llama.cpp: a MoE as architecture `glm4moe` or `llama`, or the dense model itself.
 
-`glm4moe` has exactly binary gates. Gating function 3 chooses experts by their logits and takes the
-softmax over the chosen experts; with router rows times 2^-40, their float32 exponentials are equal,
-so each weight is 1/k, which `expert_weights_scale` makes 1. The ranking of experts is unchanged.
+`glm4moe`: gating function 3 chooses experts by their logits and takes the softmax over the chosen
+experts; with scaled router rows each weight is nearly 1/k, which `expert_weights_scale` makes 1.
 
 `llama` weights the chosen experts by the renormalised softmax of their logits, 1/k for a scaled
 router, and multiplies each expert's output by its entry of `ffn_down_exps.scale`, which is k. Its
@@ -210,7 +209,7 @@ class GgufGlm4Moe(GgufFormat):
     name = GLM4MOE
     has_experts = True
     active_experts_editable = True
-    gating = Gating(score="softmax_of_chosen", only_in="llama.cpp", exponent=40)
+    gating = Gating(score="softmax_of_chosen", only_in="llama.cpp")
 
     def arch(self, dense: DenseModel) -> str:
         return "glm4moe"
@@ -273,7 +272,7 @@ class GgufLlama(GgufFormat):
 
 
 GGUF_FORMATS = (GgufGlm4Moe(), GgufLlama(), GgufFormat())
-"""GGUF formats in order of preference: the first has exactly binary gates."""
+"""GGUF formats in order of preference: the first chooses by logits, and holds a shared expert."""
 
 
 @cache

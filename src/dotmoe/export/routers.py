@@ -46,13 +46,19 @@ class RouterRuntime(NamedTuple):
     logits_in_float32: bool = False
     rounds_weights: bool = False
     """Whether expert weights are rounded to the dtype of the model."""
+    factors_in_float16: bool = False
+    """Whether inputs and router rows are rounded to float16 before they are multiplied: small rows
+    lose digits there, and become zero below 2^-25."""
 
 
 def runtimes_of(gating: Gating) -> list[RouterRuntime]:
     """The runtimes of formats with this gating, and how each one routes."""
     own, casts = gating.score == "softmax_of_chosen", gating.casts
     if gating.only_in is not None:
-        return [RouterRuntime(gating.only_in, own, logits_in_float32=True)]
+        return [
+            RouterRuntime(gating.only_in, own, logits_in_float32=True),
+            RouterRuntime(f"{gating.only_in} on Metal and Vulkan", own, factors_in_float16=True),
+        ]
     if gating.score == "sigmoid":
         return [RouterRuntime("all runtimes", logits_in_float32=True)]
     return [
@@ -111,13 +117,14 @@ def runtime_routing(
     """
     x_TD, router_ED = x_TD.to(dtype), router_ED.to(dtype)
     constant = gating.constant(active_experts)
-    # Multiplying by 2^-p commutes with rounding, so scaling the logits equals scaling the rows.
-    float32_TE = router_logits(x_TD, router_ED)
-    rounded_TE = (x_TD @ router_ED.T).float()
     rows = list[dict[str, Any]]()
     for runtime in runtimes_of(gating):
-        logits_TE = float32_TE if runtime.logits_in_float32 else rounded_TE
-        scaled_TE = logits_TE * 2.0**-exponent
+        logits_TE = _logits_in(runtime, x_TD, router_ED)
+        if runtime.factors_in_float16:
+            scaled_TE = _logits_in(runtime, x_TD, router_ED.float() * 2.0**-exponent)
+        else:
+            # Multiplying by 2^-p commutes with rounding, so this equals scaling the rows.
+            scaled_TE = logits_TE * 2.0**-exponent
         chosen_TK, weights_TK = route(runtime, scaled_TE, active_experts, gating, dtype)
         error_TK = constant * weights_TK.double() - 1
         gain = float(error_TK.median())
@@ -125,6 +132,17 @@ def runtime_routing(
         row = {"runtime": runtime.name, "misrouted": misrouted_share(logits_TE, chosen_TK)}
         rows.append(row | {"gate_deviation": max(0.0, deviation - abs(gain)), "gain_error": gain})
     return rows
+
+
+def _logits_in(
+    runtime: RouterRuntime, x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]
+) -> Float[Tensor, "T E"]:
+    """Router logits as a runtime computes them, as float32 numbers."""
+    if runtime.logits_in_float32:
+        return router_logits(x_TD, router_ED)
+    if runtime.factors_in_float16:
+        return router_logits(x_TD.half(), router_ED.half())
+    return (x_TD @ router_ED.T).float()
 
 
 def outliers_in(logits_TE: Float[Tensor, "T E"]) -> Bool[Tensor, " T"]:
@@ -164,9 +182,8 @@ def scale_routers(
     scales: list[dict[str, Any]] = []
 
     def measure(layer: int, x_TD: Tensor) -> None:
-        router_ED, p = layout.router_LED[layer].to(x_TD.device), gating.exponent
-        if p is None:
-            p = router_exponent(router_logits(x_TD, router_ED))
+        router_ED = layout.router_LED[layer].to(x_TD.device)
+        p = router_exponent(router_logits(x_TD, router_ED))
         runtimes = runtime_routing(x_TD, router_ED, p, layout.active_experts, gating, dtype)
         scales.append({"layer": layer, "exponent": p, "runtimes": runtimes})
 

@@ -18,6 +18,7 @@ from dotmoe.export.verify import Reloadable, verify
 from dotmoe.method.granularity import GROUPED_MATMUL_BYTES, Granularity, Splits, fitting_sizes
 from dotmoe.models.checkpoint import DTYPES, INDEX, dtype_name
 from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.hf_config import rope_of
 from dotmoe.models.tokenizer import copy_beside_weights
 
 _COPIED = (
@@ -36,6 +37,8 @@ _COPIED = (
 )
 GATES = "gates are 1 except for the deviations below"
 _GRANITE = ("granitemoe", "granitemoeshared")
+_SCALES_IN_SGLANG = ("glm4_moe", "qwen3_moe")
+"""Types of which SGLang reads and computes RoPE scaling by itself."""
 
 
 class _Fault(NamedTuple):
@@ -104,6 +107,33 @@ _FAULTS = (
         "original_max_position_embeddings.",
     ),
     _Fault(
+        "longrope",
+        ("SGLang",),
+        _SCALES_IN_SGLANG,
+        "longrope uses its long factors for all requests of a batch in which one is longer than "
+        "original_max_position_embeddings.",
+    ),
+    _Fault(
+        "dynamic RoPE",
+        ("SGLang",),
+        _SCALES_IN_SGLANG,
+        "dynamic RoPE scaling is applied to every text, not to long ones alone: the results are "
+        "another model's.",
+    ),
+    _Fault(
+        "dynamic RoPE",
+        ("vLLM",),
+        ("glm4_moe", "mixtral", "qwen3_moe", *_GRANITE),
+        "dynamic RoPE scaling has no positions beyond max_position_embeddings, which the default "
+        "context exceeds: give --max-model-len of at most that.",
+    ),
+    _Fault(
+        "attention_factor",
+        ("SGLang",),
+        _SCALES_IN_SGLANG,
+        "attention_factor of yarn is not read: 0.1 ln(factor) + 1 is taken.",
+    ),
+    _Fault(
         "any",
         ("vLLM",),
         ("glm4_moe",),
@@ -158,7 +188,19 @@ class TransformersFormat(Reloadable):
     check = verify
 
     def unsupported(self, dense: DenseModel, splits: Splits, dtype: torch.dtype) -> str | None:
-        return super().unsupported(dense, splits, dtype) or self.no_kernel(dense, splits[0], dtype)
+        of_format = super().unsupported(dense, splits, dtype)
+        return of_format or self._misread(dense) or self.no_kernel(dense, splits[0], dtype)
+
+    def _misread(self, dense: DenseModel) -> str | None:
+        """Reason why servers would run texts longer than the export's context, or None."""
+        is_linear = rope_of(dense.config)["rope_type"] == "linear"
+        if not is_linear or self.context(dense) == dense.widths.context:
+            return None
+        return (
+            f"{dense.source} has rope_type 'linear' together with a sliding window: servers take "
+            f"factor x max_position_embeddings as context, which {self.name} must lower to the "
+            "window."
+        )
 
     def no_kernel(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         """Reason why stock Transformers cannot run experts of this size, or None."""
@@ -286,6 +328,8 @@ def server_faults(config: Mapping[str, Any]) -> list[str]:
         "window": window is not None and window < config["max_position_embeddings"],
         "dense layers": config.get("mlp_only_layers"),
         "longrope": rope["rope_type"] == "longrope",
+        "dynamic RoPE": rope["rope_type"] == "dynamic",
+        "attention_factor": rope["rope_type"] == "yarn" and rope.get("attention_factor"),
         "any": True,
         "small experts": size % (128 * 8) != 0,  # on up to 8 GPUs
         # k of glm4_moe can be edited, up to E.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dotmoe.common.distributed import num_ranks
 from dotmoe.common.errors import UserError
+from dotmoe.common.files import is_finite
 from dotmoe.common.precision import in_float32
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.seeds import generator_for
@@ -21,6 +22,7 @@ from dotmoe.method.layout import columns_of
 from dotmoe.method.masked import sums_by_expert
 from dotmoe.method.router import router_logits, top_k_mask
 from dotmoe.method.state import AlignState
+from dotmoe.models.checkpoint import dtype_name
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.family import GatedFFN
 from dotmoe.models.hooks import input_hooks
@@ -59,7 +61,8 @@ def calibrate(
     """Initial `AlignState` for the experts of `split`.
 
     Under torchrun every rank computes all layers, and all return the state of rank 0. The text is
-    read only for the start from data. Raises a `UserError` as `RidgeRouter` does.
+    read only for the start from data. Raises a `UserError` as `RidgeRouter` does, and if a layer
+    overflows its dtype.
     """
     widths = dense.widths
     if config.start == "random":
@@ -142,6 +145,7 @@ def pruning_errors(dense: DenseModel, tokens_BT: Tensor, share: float) -> Float[
             hidden_TN[:, energy_N.argsort(descending=True)[round(share * len(energy_N)) :]] = 0
             lost_TD = factor * (added_TD - norm(F.linear(hidden_TN, down_DN)))
         size_T = stream.hidden_BTD.flatten(0, 1).float().square().sum(1).clamp_min(_TINY)
+        _require_finite(lost_TD, index, x_TD.dtype)
         errors.append((lost_TD.square().sum(1).cpu() / size_T).clamp(max=1).mean())
     return torch.stack(errors)
 
@@ -184,7 +188,7 @@ def block_inputs(
                 passing.advance(index)
             del passing  # which takes memory
             x_TD = torch.cat(inputs)
-            yield x_TD, partial(_energy, dense, layer, x_TD, heads)
+            yield x_TD, partial(_finite_energy, dense, index, x_TD, heads)
             if converted is not None:
                 with converted(index):
                     stream.advance(index)
@@ -192,6 +196,23 @@ def block_inputs(
 
 def _keep(kept: tuple[list[Tensor], ...], place: int, x: Tensor) -> None:
     kept[place].append(x.flatten(0, -2))
+
+
+def _finite_energy(
+    dense: DenseModel, index: int, x_TD: Tensor, heads: list[Tensor]
+) -> Float[Tensor, "T N"]:
+    """`_energy` of a layer by its number; a `UserError` if it overflows the model's dtype."""
+    energy_TN = _energy(dense, dense.family.layers(dense.model)[index], x_TD, heads)
+    _require_finite(energy_TN, index, x_TD.dtype)
+    return energy_TN
+
+
+def _require_finite(computed: Tensor, index: int, dtype: torch.dtype) -> None:
+    if not is_finite(computed):
+        raise UserError(
+            f"layer {index} computes NaN or infinity in {dtype_name(dtype)} on the text of the "
+            "calibration. Choose --dtype float32."
+        )
 
 
 @in_float32()

@@ -92,6 +92,14 @@ class Family:
             return "mlp_bias is true, but no stock MoE has it. Choose a model without it."
         return None
 
+    def bias_in_ffn(self, model: nn.Module) -> str | None:
+        """Name of a bias in the FFN of a stock model's layer, whatever its config calls it."""
+        for layer in self.layers(model):
+            for name, _ in self.block(layer, TARGETS["ffn"]).named_parameters():
+                if name.endswith("bias"):
+                    return name
+        return None
+
     def traits(self, model: nn.Module) -> DecoderTraits:
         """Features of a stock model's decoder outside its FFNs; weights are not read."""
         config: Any = model.config

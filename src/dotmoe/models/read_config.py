@@ -45,9 +45,15 @@ def dense_config(source: str) -> tuple[Any, Path]:
     config = config_of(folder)
     family = family_of(config)
     with _valid_config(path):
-        rotated = family.traits(meta_model(config)).rotated
+        model = meta_model(config)
+        rotated = family.traits(model).rotated
         own = plain if config.model_type == model_type else text or plain
         require_read(own, config, rotated, path)
+    if bias := family.bias_in_ffn(model):
+        raise UserError(
+            f"{path} gives FFNs a bias ({bias}), but no stock MoE has one. Choose a model "
+            "without it."
+        )
     return config, folder
 
 
