@@ -29,7 +29,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from dotmoe.common.errors import UserError, one_line, require_package
 from dotmoe.common.files import complete_folder, require_free, sha256_of
 from dotmoe.common.progress import Progress
-from dotmoe.models import tokenizer
 from dotmoe.models.gguf_header import require_sound_header
 from dotmoe.models.gguf_keys import ANOTHER, require_meaning
 from dotmoe.models.identity import cached_in, content_of
@@ -145,7 +144,8 @@ def _remove_unused(folders: Iterable[Path], kept: Collection[Path]) -> None:
 def _key_of(file: Path) -> str:
     """SHA-256 of a file's content and of all that reads it, as text."""
     readers = [f"{name} {version(name)}" for name in ("gguf", "tokenizers", "transformers")]
-    own = [sha256_of(Path(code)) for code in (__file__, tokenizer.__file__)]
+    modules = ("from_gguf", "gguf_header", "gguf_keys", "stock", "tokenizer")
+    own = [sha256_of(Path(__file__).with_name(f"{module}.py")) for module in modules]
     return sha256("\n".join([content_of(file), *readers, *own]).encode()).hexdigest()
 
 
