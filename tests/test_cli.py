@@ -9,12 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from dotmoe import finetune
-from dotmoe.cli import COMMANDS
+from dotmoe.cli import COMMANDS, commands, run
 from dotmoe.cli.arguments import config_of
 from dotmoe.cli.entry import message_of
 from dotmoe.cli.start import CONFIGS, command_options
@@ -23,6 +24,7 @@ from dotmoe.common.options import values_of
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.choice import formats_like
 from dotmoe.export.llama_cpp import LlamaCppRuntime
+from dotmoe.measure.config import BenchConfig
 from dotmoe.measure.evaluate.harness import require_harness
 from dotmoe.measure.inspection.accelerators import ACCELERATORS
 from dotmoe.method.config import AlignConfig, RepairConfig
@@ -121,12 +123,45 @@ def test_help_version_and_wrong_options_come_without_what_takes_seconds_to_impor
         (MemoryError(), "out of memory (MemoryError). Lower --micro"),
         (FileExistsError(errno.EEXIST, "File exists", "a.txt"), "a.txt: File exists. Choose"),
         (PermissionError(errno.EACCES, "no", "run/.lock"), "run: no. Get permission"),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300),
+            "a: File name too long",
+        ),
         (KeyError("a defect"), None),
     ],
 )
 def test_failures_of_the_machine_are_one_line_and_defects_are_not(error, words):
     message = message_of(error, "finetune")
     assert message is None if words is None else words in message
+
+
+def test_a_terminal_that_lacks_a_letter_shows_a_question_mark(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    monkeypatch.setattr(commands, "run_report", lambda config: print("1 ± 2"))
+    assert run(["report", "RUN"]) == 0
+    sys.stdout.flush()
+    assert shown.getvalue() == b"1 ? 2\n"
+
+
+def test_a_result_is_written_before_a_reader_may_have_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands.bench, "bench", lambda config, update: {"points": []})
+    monkeypatch.setattr("builtins.print", MagicMock(side_effect=BrokenPipeError))
+    out = tmp_path / "bench.json"
+    with pytest.raises(BrokenPipeError):
+        commands.run_bench(BenchConfig(dense="a", moe="b", out=str(out), json=True))
+    assert out.is_file()
+
+
+def test_a_place_may_begin_with_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, words in (
+        ("convert", ["MODEL", "~/run"]),
+        ("finetune", ["~/run", "~/tuned"]),
+        ("evaluate", ["MODEL", "--generate", "1", "--prompts", "a", "--out=~/results"]),
+    ):
+        config = config_of(name, words)
+        assert config.out.startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["convert", "compare", "finetune", "evaluate"])

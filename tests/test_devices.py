@@ -24,6 +24,7 @@ from dotmoe.method.masked import masked
 from dotmoe.method.repair import repair
 from dotmoe.method.transport import greedy_assignment
 from dotmoe.models.load import describe_dense
+from dotmoe.run.provenance import provenance
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.training.loop import adamw, global_norm, update
 from stand_in_device import StandInTensor, crossings, stand_in_device
@@ -32,6 +33,13 @@ SPLIT = Granularity(num_experts=12, expert_size=8, active_experts=3)
 HEADS = Granularity(num_experts=4, expert_size=1, active_experts=2, target="attention")
 STEP = {"batch_size": 4, "micro_batch_size": 2, "activation_checkpointing": True}
 CPU = torch.device("cpu")
+
+
+def test_hardware_is_what_computed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU at {device}")
+    assert provenance(0, "cpu")["hardware"].startswith("CPU, ")
+    assert provenance(0, "auto")["hardware"] == "a GPU at cuda"
 
 
 def stepped(task):

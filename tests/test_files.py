@@ -6,6 +6,7 @@ import math
 import os
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from dotmoe.common.files import (
     checksums,
     complete_folder,
     damage_in,
+    in_turn,
+    locked,
     read_json,
     remove,
     save_tensors,
@@ -103,6 +106,15 @@ def write_often(path, number):
     """What one of several processes does."""
     for _ in range(100):
         write_json(path, {"by": number})
+
+
+@pytest.mark.parametrize("lock", [lambda file: locked(file, "in use"), in_turn])
+def test_a_file_system_without_locks_is_used_without(lock, tmp_path, monkeypatch, caplog):
+    error = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr("filelock.FileLock.acquire", MagicMock(side_effect=error))
+    with lock(tmp_path / ".lock"):
+        (tmp_path / "made").touch()
+    assert "cannot be locked" in caplog.text
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])

@@ -377,6 +377,29 @@ def test_other_functions_take_the_result_and_what_is_in_memory(converted, loaded
     assert len(list((tmp_path / "compared/inputs").iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        ("compare", {"time": "1h"}, "time is no option"),
+        ("convert", {"other_text": "a.txt"}, "other_text is no option"),
+        ("convert", {"followed": ["active"]}, "followed is no option"),
+        ("prune", {"method": "modegpt", "repair_epochs": 5}, "repair_epochs is 5.* no such step"),
+        ("prune", {"method": "modegpt", "time": "1h"}, "time is 1h.* no such step"),
+        ("prune", {"method": "modegpt", "ridge": 0.1}, "ridge is 0.1.* no such step"),
+        ("prune", {"method": "modegpt", "tau_end": 0.2}, "tau_end is 0.2.* no such step"),
+        ("prune", {"method": "modegpt", "steps": 5}, "disp_llm"),
+        ("prune", {"method": "wanda_2_4", "active": 0.25}, "zeroes two of four weights"),
+    ],
+)
+def test_what_is_no_option_or_has_no_effect_is_refused(
+    function, options, words, tiny_dense, tmp_path
+):
+    call = getattr(dotmoe, function)
+    with pytest.raises(UserError, match=words):
+        call(str(tiny_dense("llama")), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_inputs_of_a_stopped_run_are_kept(loaded_model, tmp_path, monkeypatch):
     def stopped(*_, **__):
         raise KeyboardInterrupt

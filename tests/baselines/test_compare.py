@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.measure.report import RunResults
+from dotmoe.measure.report.results import active_parameters
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.pipeline.convert import convert
@@ -389,4 +390,6 @@ def test_every_method_is_frozen_repaired_and_finetuned_alike(rows_of, tiny_dense
     ffns = 2 * sum(p.numel() for p in layer.mlp.parameters())
     off = (1 - active["mean"]) * ffns
     assert own["parameters"] == pytest.approx(dense["parameters"] - off, abs=1)
+    reported = RunResults(out / "lte-own").models["under the method's own router"]
+    assert active_parameters(reported, {"active": 0}) == own["parameters"]
     assert f"{100 * active['mean']:.0f} % ± " in table

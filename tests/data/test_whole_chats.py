@@ -35,6 +35,14 @@ def test_few_tokens_are_read_twice():
     assert tokens_BT.numel() <= 1.1 * sum(len(chat.ids) for chat in given)
 
 
+def test_no_chat_stands_in_two_blocks():
+    given = chats(*[30, 20, 12, 9, 5] * 20)
+    tokens_BT, _ = whole_chats(given, 32)
+    for chat in given:
+        blocks = {row for row, _ in (tokens_BT == chat.ids[0]).nonzero().tolist()}
+        assert len(blocks) == 1
+
+
 def test_a_chat_longer_than_a_block_loses_its_end_and_one_alone_repeats():
     tokens_BT, _ = whole_chats(chats(40), 32)
     assert tokens_BT.tolist() == [list(range(1000, 1032))]

@@ -230,6 +230,8 @@ def test_a_run_records_the_repair_that_its_time_allowed_and_resumes_with_it(
     record = read_json(made.folder / "config.json")
     assert (record["time"], record["repairing"]["repair_epochs"]) == ("1d", 2)
     assert command(*made.command()).status == 0
+    line = command(*made.command(repair_epochs=5)).refusal()
+    assert "options of a repair are given as well" in line, "as in a new folder"
 
 
 def test_a_training_that_does_not_fit_says_what_it_changes(

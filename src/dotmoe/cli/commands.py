@@ -107,12 +107,12 @@ def run_analyse(config: measuring.AnalyseConfig) -> None:
 def run_bench(config: measuring.BenchConfig) -> None:
     with Progress().bar("bench") as update:
         result = bench.bench(config, update)
+    if config.out is not None:  # before anything is printed, as the reader may have gone
+        write_json(expanded(config.out), result)
     if config.json:
         print(json.dumps(result, indent=2))
     else:
         _show(to_rich(bench.table(result)))
-    if config.out is not None:
-        write_json(expanded(config.out), result)
 
 
 def run_report(config: measuring.ReportConfig) -> None:

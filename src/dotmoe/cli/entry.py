@@ -6,6 +6,7 @@ takes seconds to load. Options live in modules named `config`, which do not impo
 
 import ctypes
 import errno
+import io
 import logging
 import os
 import re
@@ -36,6 +37,7 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status instead of exiting."""
+    _print_what_the_terminal_cannot_as_question_marks()
     name = arguments[0] if arguments else "--help"
     try:
         with interrupts_kept():
@@ -57,6 +59,12 @@ def run(arguments: Sequence[str]) -> int:
         _fail(message)
         return UserError.exit_code
     return 0
+
+
+def _print_what_the_terminal_cannot_as_question_marks() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _dispatch(name: str, words: Sequence[str]) -> None:
@@ -152,7 +160,7 @@ def message_of(error: Exception, command: str = "") -> str | None:
             return f"the disk is full ({_said_of(cause)}). {remedy}"
         if number in (errno.EACCES, errno.EPERM, errno.EROFS):
             return f"{_said_of(cause)}. Get permission, or choose another folder."
-        if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+        if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):
             return f"{_said_of(cause)}. Choose another place."
         cause = cause.__cause__ or cause.__context__
     return None

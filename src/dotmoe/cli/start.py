@@ -121,7 +121,7 @@ def with_open_defaults(config: Any, start: Start, given: Collection[str]) -> Any
     is_repeat = _DECIDES_DEFAULTS.isdisjoint(given) and config.model == start.config.model
     if is_repeat:
         return replace(config, followed=tuple(followed))
-    plain = flat(RunConfig(model="", out=""))
+    plain = flat(recipe_of("convert", None))
     return built(type(config), config, {name: plain[name] for name in (*followed, "followed")})
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
@@ -164,19 +164,43 @@ def damage_in(
 @contextmanager
 def locked(file: Path, refusal: str) -> Iterator[None]:
     """Within this context, hold a lock; another process gets a `UserError` with `refusal`."""
-    lock = FileLock(file, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise UserError(refusal) from error
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
-            raise
-        logger.warning("%s cannot be locked: do not start a second process there", file.parent)
+    lock = FileLock(file)
+    with _unless_there_are_no_locks(file.parent):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(refusal) from error
     try:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def in_turn(file: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within this context, hold a lock; another process calls `on_wait`, and waits."""
+    lock = FileLock(file)
+    with _unless_there_are_no_locks(file.parent):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            on_wait()
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _unless_there_are_no_locks(folder: Path) -> Iterator[None]:
+    """Within this context, a file system without locks is warned of and used without."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
+        logger.warning("%s cannot be locked: do not start a second process there", folder)
 
 
 @contextmanager

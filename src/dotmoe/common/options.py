@@ -28,7 +28,10 @@ HOW = object()
 ARGUMENT = object()
 """Marks a field that a command line gives by its place, not by its name."""
 HIDDEN = object()
-"""Marks a field that is no option of the command line."""
+"""Marks a field that is no option, neither of the command line nor in Python."""
+
+PLACES = ("out", "run", "task_data")
+"""Fields that name a folder or file of the user, other than models and texts."""
 
 REQUIRED = dataclasses.MISSING
 """Default of an option that has none."""
@@ -186,10 +189,15 @@ def built(cls: Any, start: Any, values: dict[str, Any]) -> Any:
             inner = None if defaults[name] is REQUIRED else defaults[name]
             found[name] = built(kind, inner, values)
         elif name in values:
-            found[name] = values[name]
+            found[name] = _with_home(name, values[name])
         elif defaults[name] is not REQUIRED:
             found[name] = defaults[name]
     return cls(**found)
+
+
+def _with_home(name: str, value: Any) -> Any:
+    """The value of a field; of one in `PLACES` with the home that `~` or `~user` stands for."""
+    return os.path.expanduser(value) if name in PLACES and isinstance(value, str) else value
 
 
 def in_python(cls: Any, values: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -209,10 +217,13 @@ def in_python(cls: Any, values: Mapping[str, Any], place: str) -> dict[str, Any]
 
 
 def _kinds_by_option(cls: Any) -> dict[str, Any]:
-    """Type of each field by the name of its option, with those of nested configs."""
+    """Type of each field that is an option by the option's name, with those of nested configs."""
     kinds = dict[str, Any]()
-    for name, kind, _ in marked_fields(cls):
-        kinds |= _kinds_by_option(kind) if dataclasses.is_dataclass(kind) else {name: kind}
+    for name, kind, marks in marked_fields(cls):
+        if dataclasses.is_dataclass(kind):
+            kinds |= _kinds_by_option(kind)
+        elif HIDDEN not in marks:
+            kinds[name] = kind
     return kinds
 
 
@@ -275,7 +286,8 @@ def checked(config: Config) -> Config:
     Every option that is not at its default must have an effect. Configs of runs come from recipes,
     which check that themselves.
     """
-    given = {name: value for name, value in values_of(config).items() if value != ""}
+    values = values_of(config).items()
+    given = {name: _with_home(name, value) for name, value in values if value != ""}
     config = from_values(type(config), given, "the config")
     check(config, () if hasattr(config, COMMAND) else changed(config))
     return config

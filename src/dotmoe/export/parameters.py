@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from dotmoe.method.granularity import Splits
+from dotmoe.method.granularity import Granularity, Splits
 from dotmoe.models.family import Family
 from dotmoe.models.meta_model import num_parameters
 
@@ -84,3 +84,15 @@ def count_parameters(model: nn.Module, family: Family, splits: Splits) -> Parame
         heads_total=whole["attention"],
         routers=routers,
     )
+
+
+def active_at(share: float, split: Granularity, dense: int, active: int) -> int:
+    """Parameters that work on a token if this share of the neurons runs, not that of the split.
+
+    `dense` and `active` are the parameters of the dense model and of the split.
+    """
+    idle_share = 1 - split.active_fraction
+    if idle_share == 0:
+        return active
+    split_ffns = (dense - active) / idle_share
+    return round(dense - (1 - share) * split_ffns)

@@ -64,7 +64,7 @@ def analyse(config: AnalyseConfig, progress: Progress | None = None) -> Values:
             "text": list(run.text.heldout_name),
             "values": values,
             "says": sentences,
-            "provenance": provenance(0),
+            "provenance": provenance(0, config.load.device),
         }
         write_json(run.folder.path_of("evaluate") / "analysis" / f"{UTILISATION}.json", result)
     return result

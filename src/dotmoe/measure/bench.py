@@ -86,7 +86,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         models = [worker.ask("loaded") for worker in workers]
         _require_a_pair(config, *models)
         points = _measured(config, workers, on_progress)
-    origin = provenance(config.seed) | {"threads": threads}
+    origin = provenance(config.seed, device) | {"threads": threads}
     if in_gguf:
         origin["versions"]["llama_cpp_python"] = version("llama_cpp_python")
     return {

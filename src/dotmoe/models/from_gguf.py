@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from filelock import FileLock
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError, one_line, require_package
-from dotmoe.common.files import complete_folder, require_free, sha256_of
+from dotmoe.common.files import complete_folder, in_turn, require_free, sha256_of
 from dotmoe.common.progress import Progress
 from dotmoe.models.gguf_header import require_sound_header
 from dotmoe.models.gguf_keys import ANOTHER, require_meaning
@@ -106,7 +105,7 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     name = f"{of_file}-{_key_of(file)[:16]}"
     whole, config = cache / name, cache / f"{name}.config"
     wanted = config if config_only else whole
-    with FileLock(cache / f"{of_file}.lock"):  # other ranks and processes wait, then find it
+    with in_turn(cache / f"{of_file}.lock"):  # other ranks and processes wait, then find it
         if wanted.is_dir():
             os.utime(wanted)
             return wanted

@@ -14,10 +14,11 @@ from typing import Any
 from dotmoe.common.device import resolved_device
 from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError, one_line
-from dotmoe.common.files import write_json, write_text
+from dotmoe.common.files import alone_in, write_json, write_text
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import to_markdown, without_html
-from dotmoe.method.granularity import from_record
+from dotmoe.export.parameters import active_at
+from dotmoe.method.granularity import Granularity, from_record
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.chat import has_chats
 from dotmoe.models.dense_model import DenseModel
@@ -65,12 +66,13 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         # The same chats for all, whatever each of them reads.
         tokens = config.answers.answer_tokens or read
         config = replace(config, answers=replace(config.answers, answer_tokens=tokens))
-    summary = _measure(config, points_of(config, read), dense, progress)
-    summary["other_text"] = list(config.other_text)
-    path = Path(config.out) / config.command
-    protocol = without_html(f"{', '.join(summary['text'])}: {summary['protocol']}\n")
-    write_json(path.with_suffix(".json"), summary)
-    write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
+    with alone_in(Path(config.out)):
+        summary = _measure(config, points_of(config, read), dense, progress)
+        summary["other_text"] = list(config.other_text)
+        path = Path(config.out) / config.command
+        protocol = without_html(f"{', '.join(summary['text'])}: {summary['protocol']}\n")
+        write_json(path.with_suffix(".json"), summary)
+        write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
     return summary
 
 
@@ -139,9 +141,10 @@ def _measure(
     for point in runs:
         with failure_is_listed(point.name):
             results = _made(point, progress)
-            dense = results["dense"]
-            if not rows:
-                rows.append(_dense_row(results["parameters"]["dense"], dense))
+            # A run whose context was lowered has measured the dense model in shorter windows.
+            if not rows or results["dense"]["window"] > dense["window"]:
+                dense = results["dense"]
+                rows[:1] = [_dense_row(results["parameters"]["dense"], dense)]
             for made in _rows(point, results, model):
                 row = replace(made, over_budget=_parameters(made) / budget - 1)
                 rows.append(row)
@@ -156,7 +159,7 @@ def _measure(
         "rows": [row.to_record() for row in rows],
         "left_out": left_out,
         **{name: dense[name] for name in ("text", "window", "protocol")},
-        "provenance": provenance(config.seed),
+        "provenance": provenance(config.seed, config.load.device),
     }
 
 
@@ -212,7 +215,8 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
     exact = results.get("moe_own_router")
     if exact is not None:
         own = replace(frozen, router=_OWN, measured=Measured.of(exact, dense))
-        yield _as_active(exact["active"], own, results["parameters"]["dense"])
+        split = from_record(results["granularity"])[0]
+        yield _as_active(exact["active"], own, split, results["parameters"]["dense"])
 
 
 def _frozen_row(point: Point, config: RunConfig, results: dict[str, Any], model: DenseModel) -> Row:
@@ -319,12 +323,10 @@ def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) ->
     )
 
 
-def _as_active(active: dict[str, Any], row: Row, dense: int) -> Row:
+def _as_active(active: dict[str, Any], row: Row, split: Granularity, dense: int) -> Row:
     """The row with the active share and parameters that vary between tokens, if they do."""
-    assert row.active_fraction is not None
-    share, rest = active["mean"], 1 - row.active_fraction
-    if active["std"] == 0 or rest == 0:
+    if active["std"] == 0:
         return row
-    ffns = (dense - _parameters(row)) / rest
-    parameters = round(dense - (1 - share) * ffns)
+    share = active["mean"]
+    parameters = active_at(share, split, dense, _parameters(row))
     return replace(row, active_fraction=share, active_std=active["std"], parameters=parameters)

@@ -25,6 +25,7 @@ from dotmoe.export.write import export_dtype, require_exportable
 from dotmoe.measure.inspection import chosen_in_time
 from dotmoe.method.align import Alignment, align
 from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers, pruning_errors
+from dotmoe.method.config import RepairConfig
 from dotmoe.method.extract import Extracted, extract, load_extracted, save_extracted
 from dotmoe.method.granularity import Splits
 from dotmoe.method.masked import masked_by
@@ -143,11 +144,15 @@ def exportable_splits(config: RunConfig, dense: DenseModel) -> Splits:
 
 
 def _in_time(config: RunConfig, progress: Progress | None) -> RunConfig:
-    """The config with the repair that `time` allows: the one that the run began with, if it has."""
+    """The config with the repair that `time` allows: the one that the run began with, if it has.
+
+    Raises a `UserError` as `chosen_in_time` does, such as for another repair that is given as well.
+    """
     folder = RunFolder(Path(config.out))
     if folder.exists:
         begun = folder.config(RunConfig)
-        if begun.time == config.time:
+        is_repair_open = config.repairing in (RepairConfig(), begun.repairing)
+        if begun.time == config.time and is_repair_open:
             return replace(config, repairing=begun.repairing)
     config, why = chosen_in_time(config)
     (progress or Progress(quiet=True)).log(why)

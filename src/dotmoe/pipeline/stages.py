@@ -393,7 +393,7 @@ class Run:
 
         def make(folder: Path) -> None:
             origin = {"origin": "measured", "config": values_of(self.config)}
-            origin["provenance"] = provenance(self.config.seed)
+            origin["provenance"] = provenance(self.config.seed, self.config.load.device)
             write_json(folder / RESULTS, measure() | origin)
 
         self.run_stage("evaluate", lambda folder: None, make)

@@ -361,10 +361,11 @@ class RunFolder:
             files = [path.as_posix() for path in paths if path.parts[0] != _CHECKPOINTS]
         for file in files:
             sync(folder / file)
+        config = self.manifest["config"]
         stopped = dict(self.manifest.get(STOPPED, {}))
         record = {
             **_added(took, stopped.pop(name, {})),
-            "provenance": provenance(self.manifest["config"]["seed"]),
+            "provenance": provenance(config["seed"], config["load"]["device"]),
             "files": checksums(folder, files),
         }
         stages = {**self.manifest["stages"], name: record}

@@ -5,12 +5,14 @@ from typing import Any
 
 from dotmoe.common.options import Need
 from dotmoe.export.config import GGUF_DENSE, GGUF_NAMES
-from dotmoe.method.config import AlignConfig
+from dotmoe.method.config import AlignConfig, AssignmentConfig
 from dotmoe.text.config import asks
 
 _OF_ALIGNMENT = tuple(field.name for field in fields(AlignConfig) if field.name != "steps")
 _OF_NEURONS = ("expert_size", "experts", "active", "active_experts")
 _OF_REPAIR = ("repair_tokens", "repair_epochs")
+_TRAINED = "disp_llm"
+"""The pruning method that takes steps."""
 
 
 def _trains(run: Any) -> bool:
@@ -115,7 +117,35 @@ INSPECT = (
 )
 """Of `dotmoe inspect`."""
 
-PRUNE = (_KEEPS_NOTHING,)
+_OF_CONVERSIONS = (
+    *("repair", *_OF_REPAIR, "time", "checkpoint_every"),
+    *("lte_steps", "split_router", "router_steps", "start", "ridge"),
+    *(field.name for field in fields(AssignmentConfig)),
+    *(name for name in _OF_ALIGNMENT if name != "batch_size"),
+)
+
+PRUNE = (
+    _KEEPS_NOTHING,
+    Need(
+        _OF_CONVERSIONS,
+        "dotmoe convert",
+        lambda run: False,
+        "{option} is {value}, but pruning has no such step: it is for {needs} alone. Use that",
+    ),
+    Need(
+        ("steps", "batch_size"),
+        "disp_llm, which is trained,",
+        lambda run: run.method == _TRAINED,
+        "{option} is {value}, but it is for {needs} alone. Choose that method",
+    ),
+    Need(
+        (*_OF_NEURONS, "shared", "first_dense_layers", "targets"),
+        "a method that can choose its share",
+        lambda run: not run.method.endswith("_2_4"),
+        "{option} is {value}, but {config.method} zeroes two of four weights. Choose another",
+    ),
+    *_OF_TEXT,
+)
 """Of `dotmoe.prune`."""
 
 COMPARE = (

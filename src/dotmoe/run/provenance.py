@@ -15,13 +15,16 @@ from typing import Any
 import torch
 
 from dotmoe import __version__
+from dotmoe.common.device import resolved_device
 
 
-def provenance(seed: int) -> dict[str, Any]:
-    """Command, versions, commit, hardware, seed and time, to write beside a result."""
+def provenance(seed: int, device: str = "auto") -> dict[str, Any]:
+    """Command, versions, commit, hardware, seed and time, to write beside a result.
+
+    `device` is what computed, as it was given.
+    """
     program = Path(sys.argv[0])
     name = "dotmoe" if program.stem == "__main__" else program.name
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     versions = {"python": platform.python_version(), "dotmoe": __version__}
     for package in ("torch", "transformers", "safetensors", "datasets"):
         with suppress(PackageNotFoundError):  # local text needs no datasets
@@ -31,10 +34,16 @@ def provenance(seed: int) -> dict[str, Any]:
         "command": shlex.join([name, *sys.argv[1:]]),
         "commit": commit(),
         "versions": versions,
-        "hardware": gpu or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
+        "hardware": _hardware(resolved_device(device)),
         "threads": torch.get_num_threads(),
         "seed": seed,
     }
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
 
 
 @lru_cache

@@ -9,9 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock, Timeout
-
-from dotmoe.common.files import write_text
+from dotmoe.common.files import in_turn, write_text
 from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.models.chat import asked, end_tokens, has_chats
@@ -156,13 +154,6 @@ class Answering:
         text = json.dumps([self._identity, key], sort_keys=True, ensure_ascii=False)
         name = sha256(text.encode()).hexdigest()
         path = self._cache / f"{name}.jsonl"
-        lock = FileLock(self._cache / f"{name}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            self._progress.log("another process writes the same answers: they are waited for")
-            lock.acquire()
-        try:
+        waiting = "another process writes the same answers: they are waited for"
+        with in_turn(path.with_suffix(".lock"), lambda: self._progress.log(waiting)):
             return read(path) if path.is_file() else write(path)
-        finally:
-            lock.release()

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -14,17 +14,16 @@ def whole_chats(answers: Sequence[Answer], seq_len: int) -> tuple[Tensor, Tensor
     """Pack chats into blocks of `seq_len` tokens.
 
     A chat that is longer than a block loses its end. What the chats of a block leave free is filled
-    with the beginning of the chat that opens the next block: every token is text in its context.
+    with them again, from the first: every token is text, and no chat stands in two blocks, of which
+    one may be held out.
 
     Returns:
         Token ids, int32, and whether each belongs to an answer, bool: both [B, seq_len].
     """
-    blocks = _mixed(_filled(answers, seq_len))
     rows, marks = list[list[int]](), list[list[bool]]()
-    for number, block in enumerate(blocks):
+    for block in _mixed(_filled(answers, seq_len)):
         ids, is_answer = list[int](), list[bool]()
-        after = blocks[(number + 1) % len(blocks)][0]
-        for answer in chain(block, repeat(after)):  # the next chat may be short
+        for answer in cycle(block):
             ids += answer.ids
             is_answer += [place >= answer.answer_start for place in range(len(answer.ids))]
             if len(ids) >= seq_len:

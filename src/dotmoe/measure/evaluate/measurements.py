@@ -47,7 +47,7 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
                 "origin": "measured",
                 "name": config.model,
                 **measure(config, progress or Progress(quiet=True)),
-                "provenance": provenance(seed=0),
+                "provenance": provenance(0, config.load.device),
             }
             if config.out is not None:
                 write_json(Path(config.out) / f"{name}.json", results[name])

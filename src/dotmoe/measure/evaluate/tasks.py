@@ -187,7 +187,8 @@ def _results_of(
             "limit": side.config.limit,
             **scored,
             "identity": identity,
-            "provenance": provenance(1234),  # the harness's own seed of solved examples
+            # The harness's own seed of solved examples.
+            "provenance": provenance(1234, side.config.load.device),
         }
         write_json(file, results[name])
     return of_model(side.name, results.values()) | {FINGERPRINT: side.fingerprint}

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from dotmoe.common.files import Values
+from dotmoe.measure.report.results import active_parameters
 
 NO_PLOT = (
     "matplotlib is not installed, so there is no plot of quality: pip install -e '.[plots]' in the "
@@ -69,10 +70,11 @@ def quality_figure(models: Mapping[str, Values], counts: Values, curve: Values |
         for each, x, y in zip(points, shares, perplexities, strict=True):
             text = f"k = {each['active_experts']}"
             axes.annotate(text, (x, y), xytext=(6, 6), textcoords="offset points")
-    active = 100 * counts["active"] / counts["dense"]
     markers = "os^Dv<>"
     for index, (name, model) in enumerate(models.items()):
-        share = active if index else 100.0
+        share = 100.0
+        if index:
+            share = 100 * active_parameters(model, counts) / counts["dense"]
         colour = _BLUE if index else _GREY
         marker = markers[index % len(markers)]
         axes.plot(share, model["perplexity"], linestyle="", label=name, marker=marker, color=colour)

@@ -10,6 +10,7 @@ from typing import Any
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import DamagedError, Values, read_json
 from dotmoe.common.options import values_of
+from dotmoe.export.parameters import active_at
 from dotmoe.export.record import ExportRecord
 from dotmoe.measure.evaluate.tasks import of_model
 from dotmoe.method.granularity import from_record
@@ -34,6 +35,8 @@ _MEASURED = (
 )
 """Files and folders of `6_evaluate` with results of commands that measure."""
 
+ACTIVE_PARAMETERS = "active_parameters"
+"""Key of a result whose parameters for a token are not those of the run's export."""
 _REMEDY = "Delete it and measure it again."
 
 
@@ -120,10 +123,19 @@ class RunResults:
             "frozen": self.results.get("frozen") or self.results.get("converted"),
             "repaired": self.results.get("repaired"),
             self.name: self.results["moe"],
-            "under the method's own router": self.results.get("moe_own_router"),
+            "under the method's own router": self._under_own_router(),
             **self.files.get(RIVALS, {}),
         }
         return {name: result for name, result in results.items() if result}
+
+    def _under_own_router(self) -> Values | None:
+        """Perplexity under a router that no export holds, with the parameters that it runs."""
+        measured: Values | None = self.results.get("moe_own_router")
+        if measured is None:
+            return None
+        counts, share = self.results["parameters"], measured["active"]["mean"]
+        active = active_at(share, self.splits[0], counts["dense"], counts["active"])
+        return {**measured, ACTIVE_PARAMETERS: active}
 
     @property
     def own_answers(self) -> Values:
@@ -177,6 +189,13 @@ class RunResults:
                 f"{self.folder / file} lacks a value of the report ({type(error).__name__}: "
                 f"{error}): it is damaged or from another version. {_REMEDY}"
             ) from error
+
+
+def active_parameters(result: Values, counts: Values) -> int:
+    """Parameters of a converted model that work on a token."""
+    if ACTIVE_PARAMETERS in result:
+        return int(result[ACTIVE_PARAMETERS])
+    return int(counts["active"])
 
 
 def _finished_run(folder: Path) -> RunFolder:

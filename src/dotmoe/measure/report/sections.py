@@ -18,7 +18,7 @@ from dotmoe.measure.evaluate.own_answers import ends_by_penalty
 from dotmoe.measure.evaluate.perplexity import curve_table, perplexity_table, text_names
 from dotmoe.measure.evaluate.task_tables import shown_tasks
 from dotmoe.measure.inspection.tables import counts_table, in_words
-from dotmoe.measure.report.results import RunResults
+from dotmoe.measure.report.results import RunResults, active_parameters
 from dotmoe.method.granularity import targets_of
 
 
@@ -273,7 +273,7 @@ def overview(models: Mapping[str, Values], counts: Values) -> Table:
     dense = next(iter(models.values()))
 
     def parameters(row: tuple[str, Values]) -> str:
-        return millions(counts["dense"] if row[1] is dense else counts["active"])
+        return millions(counts["dense"] if row[1] is dense else active_parameters(row[1], counts))
 
     columns: dict[str, Callable[[tuple[str, Values]], str]] = {
         "model": lambda row: row[0],
