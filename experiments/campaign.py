@@ -30,8 +30,8 @@ from campaign_plan import Expected, Line, measured_hours, probed, table
 from campaign_rows import MODELS, TINY, Plan, Row, rows_of, with_sources
 from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.errors import UserError, nearest, one_line
-from dotmoe.common.files import Values, alone_in, read_json, remove, write_json
-from dotmoe.common.options import ARGUMENT
+from dotmoe.common.files import Values, alone_in, read_json, remove, sha256_of, write_json
+from dotmoe.common.options import ARGUMENT, flat
 from dotmoe.common.tables import in_time, shown_as_text
 from dotmoe.measure.evaluate.difference import IncomparableError
 from dotmoe.measure.evaluate.models import gguf_file, model_folder
@@ -39,14 +39,24 @@ from dotmoe.models.chat import has_chats
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import describe_dense
+from dotmoe.run.config import FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.run.defaults import default_sources
 from dotmoe.run.folder import RunFolder
 from dotmoe.run.provenance import commit, provenance
+from dotmoe.text.sources import fingerprints_of
 from idle_experts import drop_idle
 
 ROOT = Path(__file__).resolve().parents[1]
 FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
 """What ends one row or measure and not the others; an interrupt or a full disk ends all."""
+_CONFIGS: dict[str, Any] = {
+    "convert": RunConfig,
+    "finetune": FinetuneRunConfig,
+    "prune": PruneRunConfig,
+}
+"""Config of the run of a row, by what makes the row."""
+_READ_FILES = {"wiki", "books", "python", "task_data"}
+"""Settings that name what measures read."""
 LEFT_IN_FILES = {
     *("per_question", "window_losses"),  # of single ones
     *("answer_kls", "answer_tokens", "answer_ends"),
@@ -113,6 +123,7 @@ class Campaign:
         self.folder = settings.folder or Path("campaign") / settings.name
         self.amounts = TINY if settings.tiny else about.amounts
         dense = describe_dense(self.model)
+        is_chat = has_chats(dense.tokenizer)
         if settings.tiny:
             short = {**about.split, "seq_len": TINY.finetune_seq_len}
             about = replace(about, shares=(0.5,), split=short)
@@ -121,7 +132,8 @@ class Campaign:
             amounts=self.amounts,
             width=dense.widths.model,
             ffn=dense.widths.ffn,
-            data=settings.data or default_sources(is_chat=has_chats(dense.tokenizer)),
+            data=settings.data or default_sources(is_chat=is_chat),
+            is_chat=is_chat,
             dtype=settings.dtype,
         )
         self.all_rows = rows_of(self.plan)
@@ -131,6 +143,7 @@ class Campaign:
         """Why a row (with an empty second name) or a measure of it is not there."""
         self.cache: dict[str, Any] = {}
         self.fingerprints: dict[str, str] = {}
+        self.contents: dict[str, Any] = {}
 
     def _chosen_rows(self) -> list[Row]:
         names = [row.name for row in self.all_rows if row.by_default]
@@ -167,13 +180,38 @@ class Campaign:
         return self.folder / row.name
 
     def is_made(self, row: Row) -> bool:
-        """Whether a row is finished."""
+        """Whether a row is finished, of the same dense model and with the options of today."""
         if row.by == "nothing":
             return True
-        place = Path(self.place(row))
-        if row.by in ("quantise", "drop_idle"):
-            return place.exists()
-        return RunFolder(place).has("evaluate")
+        if (row.name, "") in self.left_out:
+            return False
+        if row.of is not None and not self.is_made(self.by_name[row.of]):
+            return False
+        if row.by in _CONFIGS:
+            return self._is_run_as_asked(row)
+        place, origin = Path(self.place(row)), self._origin_file(row)
+        is_there = place.is_file() or (place / "config.json").is_file()
+        return is_there and origin.is_file() and read_json(origin) == self._origin(row)
+
+    def _is_run_as_asked(self, row: Row) -> bool:
+        """Whether the run of a row is finished, of this dense model and with these options."""
+        run = RunFolder(Path(self.place(row)))
+        if not run.has("evaluate"):
+            return False
+        if run.manifest["inputs"]["model"] != self._fingerprint(self.all_rows[0]):
+            return False
+        held = flat(run.config(_CONFIGS[row.by]))
+        asked = {name: value for name, value in row.given.items() if name in held}
+        return all(held[name] == value for name, value in asked.items())
+
+    def _origin_file(self, row: Row) -> Path:
+        """The file that says of what a row that no run made was made."""
+        return self.folder / "origins" / f"{row.name}.json"
+
+    def _origin(self, row: Row) -> Values:
+        """Of what a row that no run makes is made: the export of its source, and how."""
+        assert row.of is not None
+        return {"source": self._fingerprint(self.by_name[row.of]), "options": dict(row.given)}
 
     def file(self, row: Row, measure: str) -> Path:
         """The file of a measure of a row."""
@@ -192,7 +230,22 @@ class Campaign:
         """Settings that change what a measure says."""
         known = {**asdict(self.settings), **asdict(self.amounts)}
         asked = {name: known[name] for name in measure.reads}
+        for name in asked.keys() & _READ_FILES:
+            asked[f"{name}_content"] = self._content(asked[name])
         return asked | ({"dtype": self.settings.dtype} if measure.reads else {})
+
+    def _content(self, source: str | None) -> Any:
+        """What identifies the content of a text or of the data of tasks; each is read once."""
+        if source is None:
+            return None
+        if source not in self.contents:
+            place = Path(source)
+            if place.is_dir():  # data of tasks
+                files = sorted(path for path in place.rglob("*") if path.is_file())
+                self.contents[source] = {str(f.relative_to(place)): sha256_of(f) for f in files}
+            else:
+                self.contents[source] = fingerprints_of((source,))
+        return self.contents[source]
 
     def _fingerprint(self, row: Row) -> str:
         """What identifies the model of a finished row; its files are read once."""
@@ -246,12 +299,20 @@ class Campaign:
             dotmoe.finetune(source, out, **row.given)
         elif row.by == "prune":
             dotmoe.prune(self.model, out, **row.given)
-        elif row.by == "quantise" and not self.is_made(row):
+        elif not self.is_made(row):
+            remove(out)
+            self._make_without_run(row)
+            write_json(self._origin_file(row), self._origin(row))
+        self.fingerprints.pop(row.name, None)  # its files may be others now
+
+    def _make_without_run(self, row: Row) -> None:
+        """Make a row that is no run of its own, from the run that it is made of."""
+        assert row.of is not None
+        if row.by == "quantise":
             self._quantise(row)
-        elif row.by == "drop_idle" and not self.is_made(row):
-            assert source is not None
+        elif row.by == "drop_idle":
             load = LoadConfig(dtype=self.settings.dtype)
-            drop_idle(source, out, row.options["share"], load)
+            drop_idle(self.folder / row.of, self.folder / row.name, row.options["share"], load)
 
     def _quantise(self, row: Row) -> None:
         """Write the dense model as a quantised file, by the export of a run that left it as it is.
@@ -260,7 +321,6 @@ class Campaign:
         """
         assert row.of is not None
         out = self.folder / row.name
-        remove(out)
         partial = self.folder / f"{row.name}.partial"
         remove(partial)
         source = self.folder / row.of

@@ -16,7 +16,12 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values, read_json, remove
 from dotmoe.common.progress import Progress
 from dotmoe.export.llama_cpp import is_installed
-from dotmoe.measure.evaluate.difference import difference, error_over, score_difference
+from dotmoe.measure.evaluate.difference import (
+    difference,
+    error_over,
+    require_asked_alike,
+    score_difference,
+)
 from dotmoe.measure.evaluate.models import model_folder, sides_of
 from dotmoe.measure.evaluate.own_answers import DenseStates, on_own_answers, states_on
 from dotmoe.measure.evaluate.tasks import main_scores
@@ -259,6 +264,8 @@ def tasks_apart(one: Values, other: Values) -> dict[str, Difference]:
     ours, theirs = main_scores(one["tasks"]), main_scores(other["tasks"])
     if not ours or ours.keys() != theirs.keys():
         return {}
+    for name in one["tasks"].keys() & other["tasks"].keys():
+        require_asked_alike(one["tasks"][name], other["tasks"][name])
     pairs = [score_difference(ours[name], theirs[name]) for name in ours]
     changes, errors = zip(*pairs, strict=True)
     error = None

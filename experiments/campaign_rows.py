@@ -143,7 +143,14 @@ class Plan:
     ffn: int
     data: tuple[str, ...]
     """Sources of the text that all rows are fitted to."""
+    is_chat: bool = True
+    """Whether the model answers questions, so that answers can be held out."""
     dtype: str = "auto"
+
+    @property
+    def heldout(self) -> Options:
+        """Options of held-out answers; none where the model has no chat template."""
+        return {"heldout_answers": self.amounts.heldout_answers} if self.is_chat else {}
 
     @property
     def common(self) -> Options:
@@ -173,7 +180,7 @@ class Plan:
     @property
     def text(self) -> Options:
         """Options that give all conversions the same text, whatever each of them reads of it."""
-        own: dict[str, Any] = {"data": self.data, "heldout_answers": self.amounts.heldout_answers}
+        own: dict[str, Any] = {"data": self.data, **self.heldout}
         if asks_by_name(DataConfig(data=self.data)):
             own["answer_tokens"] = sum(self.amounts.fitted_tokens(self.width, self.ffn))
         return own
@@ -188,7 +195,7 @@ class Plan:
             "steps": steps,
             "batch_size": how.finetune_batch,
             "seq_len": how.finetune_seq_len,
-            "heldout_answers": how.heldout_answers,
+            **self.heldout,
         }
         return {"dtype": self.dtype, **own, **options}
 
@@ -209,7 +216,7 @@ class Plan:
         own = {
             "recipe": "paper",
             "data": self.data,
-            "heldout_answers": how.heldout_answers,
+            **self.heldout,
             "steps": self.paper_steps[0],
             "batch_size": how.paper_batch,
             "seq_len": how.finetune_seq_len,

@@ -13,11 +13,12 @@ import campaign_measures
 import campaign_plan
 import dotmoe
 from campaign_plan import Rates
-from campaign_rows import MODELS, Plan, rows_of, with_sources
+from campaign_rows import MODELS, TINY, Plan, rows_of, with_sources
 from document_tables import campaign_table
 from document_tables.cells import tabled
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
+from dotmoe.measure.evaluate.difference import IncomparableError
 from dotmoe.measure.inspection.accelerators import Accelerator
 from dotmoe.method.layout import DROPPED, load_layouts
 from dotmoe.method.state import load_states
@@ -34,6 +35,8 @@ CHATML = (
 WIDTHS = {"width": 576, "ffn": 1_536, "data": ("prompts", "self")}
 EMBEDDED = Path(dotmoe.__file__).parent / "models/embedded"
 GENERATED = ("gsm8k", "humaneval")
+CHANGES = {"data": ("self",), "dtype": "bfloat16", "amounts": replace(TINY, calibration_tokens=256)}
+"""Of a plan, each of which makes other rows."""
 QUICK = ("cost", "size", "answers", "python")
 
 
@@ -196,6 +199,62 @@ def test_a_stopped_campaign_goes_on_and_makes_nothing_twice(subject, monkeypatch
     third.amounts = replace(third.amounts, windows=3)
     third.run()
     assert asked == ["frozen-50", "cmoe-50"]
+
+
+def test_rows_of_other_options_and_measures_of_other_text_are_not_taken_for_todays(
+    subject, tmp_path
+):
+    text = tmp_path / "wiki.txt"
+    text.write_text("A text of some words, and of some more. " * 60)
+    subject = replace(subject, rows=("frozen-50",), measures=("wiki",), wiki=str(text))
+    first = campaign.Campaign(subject)
+    first.run()
+    row, wiki = first.by_name["frozen-50"], campaign_measures.MEASURES["wiki"]
+    assert first.is_made(row)
+    assert first.found(row, wiki)
+
+    changed = {name: replace(first.plan, **{name: value}) for name, value in CHANGES.items()}
+    for name, plan in changed.items():
+        other = campaign.Campaign(subject)
+        other.all_rows = rows_of(plan)
+        other.__dict__.pop("by_name", None)
+        assert not other.is_made(other.by_name["frozen-50"]), name
+    failed = campaign.Campaign(subject)
+    failed.left_out["frozen-50", ""] = "it failed"
+    assert not failed.is_made(row)
+
+    text.write_text("Another text of as many words under the name. " * 60)
+    assert campaign.Campaign(subject).found(row, wiki) is None
+
+
+def test_what_is_made_of_a_run_is_made_again_with_it(subject):
+    subject = replace(subject, rows=("without-idle-50",), measures=("size",))
+    first = campaign.Campaign(subject)
+    first.run()
+    row = first.by_name["without-idle-50"]
+    assert first.is_made(row)
+    shutil.rmtree(first.folder / "repaired-50")
+    assert not campaign.Campaign(subject).is_made(row)
+    shutil.rmtree(first.folder / row.name)
+    (first.folder / row.name).mkdir()
+    second = campaign.Campaign(subject)
+    second.run()
+    assert second.found(row, campaign_measures.MEASURES["size"])
+
+
+def test_scores_that_were_not_asked_alike_have_no_difference():
+    score = {"task": "piqa", "is_main": True, "value": 0.5, "stderr": 0.1, "metric": "acc"}
+    one, other = (
+        {"tasks": {"piqa": {"scores": [score], "identity": {"shots": shots}}}} for shots in (0, 5)
+    )
+    assert campaign_measures.tasks_apart(one, one)
+    with pytest.raises(IncomparableError, match="shots"):
+        campaign_measures.tasks_apart(one, other)
+
+
+def test_a_base_model_is_asked_for_no_held_out_answers():
+    plan = Plan(model=MODELS["gemma3_270m"], amounts=TINY, is_chat=False, **WIDTHS)
+    assert not any("heldout_answers" in row.options for row in rows_of(plan))
 
 
 def test_what_fails_is_left_out_with_the_reason_and_the_others_are_made(subject, monkeypatch):
