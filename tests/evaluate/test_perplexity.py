@@ -5,6 +5,7 @@ GPTQ, lm-evaluation-harness.
 import json
 import math
 import re
+import shutil
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dotmoe.common.errors import UserError
 from dotmoe.export import llama_cpp
@@ -27,6 +28,7 @@ from dotmoe.measure.evaluate.models import row_nats, stock_nats
 from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
 from dotmoe.models import scoring
 from dotmoe.models.config import LoadConfig
+from dotmoe.models.load import load_weights
 from dotmoe.text.rows import Document
 
 TEXTS = ["The cat sat on the mat.\n" * 9, "Zwölf Boxkämpfer jagen Viktor.", "x = [1, 2, 3]\n" * 11]
@@ -129,6 +131,43 @@ def test_loss_is_the_one_that_transformers_computes(family, options, dense_of, m
         result = perplexity(stock_nats(dense.model), text_of(dense), 64, batch_size)
         assert result["tokens"] == count
         assert result["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+SIZES = {
+    **{"vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "max_position_embeddings": 128},
+}
+STOCK = [
+    ("opt", {}, True),
+    ("gpt_neox", {}, True),
+    ("bert", {"is_decoder": True}, False),  # has a layer before its head
+    ("hyperclovax", {"logits_scaling": 0.25}, False),  # multiplies, where Granite divides
+    ("hyperclovax", {"logits_scaling": 1.0}, True),
+]
+"""A stock model that dotmoe cannot split, and whether its logits are as usual."""
+
+
+@pytest.mark.parametrize(("kind", "options", "is_usual"), STOCK)
+def test_a_stock_model_is_measured_as_its_own_forward_says_or_refused(
+    kind, options, is_usual, tiny_dense, tmp_path
+):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **options)).eval()
+    row_BT = torch.arange(2, 66)[None]
+    if is_usual:
+        with torch.no_grad():
+            loss = float(model(input_ids=row_BT, labels=row_BT).loss)
+        assert float(stock_nats(model)(row_BT).mean()) == pytest.approx(loss, rel=1e-5)
+    model.save_pretrained(tmp_path)
+    for file in tiny_dense("llama").glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    if is_usual:
+        assert load_weights(tmp_path, "auto") is not None
+    else:
+        with pytest.raises(
+            UserError, match=f"is a {kind}, and dotmoe does not know how its logits"
+        ):
+            load_weights(tmp_path, "auto")
 
 
 def test_other_runtimes_and_formats_are_scored_in_float32_and_no_gradient_is_recorded(dense_of):

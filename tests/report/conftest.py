@@ -61,6 +61,7 @@ def measured(finished, tmp_path_factory):
     for side in ("dense", "moe"):
         case[side] |= {"dtype": "float32", "weights": weights}
     case["moe"]["fingerprint"] = fingerprint(made / "5_export")
+    case["dense"]["fingerprint"] = fingerprint(finished.source)
     (made / "6_evaluate" / "bench.json").write_text(json.dumps(case))
     html_report(made)
     return made

@@ -276,6 +276,20 @@ def test_every_module_that_writes_what_it_measured_takes_fingerprints_from_one_p
     assert makers == ["models/identity.py"]
 
 
+def test_closeness_and_speed_are_those_to_the_dense_model_or_left_out(measured, tmp_path):
+    made = Path(shutil.copytree(measured, tmp_path / "run"))
+    asked = made / "6_evaluate"
+    other = {"name": "another/model", "fingerprint": "0" * 64}
+    put_into(asked / "bench.json", dense=read_json(asked / "bench.json")["dense"] | other)
+    models = read_json(asked / "fidelity.json")["fingerprint"] | {"against": other["fingerprint"]}
+    put_into(asked / "fidelity.json", against=other["name"], fingerprint=models)
+    results = RunResults(made)
+    assert results.of_others == ["bench", "fidelity"]
+    page = markdown(results)
+    assert "## Closeness to the dense model" not in page
+    assert "closeness to the dense model" in page.split("## Not measured yet")[1].lower()
+
+
 def test_results_of_an_earlier_export_are_left_out_and_said(measured, tmp_path, command):
     made = Path(shutil.copytree(measured, tmp_path / "run"))
     asked, earlier = made / "6_evaluate", "0" * 64

@@ -48,6 +48,7 @@ from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.models.meta_model import compute_constants, meta_model, num_parameters
 from dotmoe.models.on_disk import held_in_memory, on_disk
 from dotmoe.models.read_config import config_of, dense_config
+from dotmoe.models.scoring import makes_usual_logits
 from dotmoe.models.source import at_revision, checkpoint_folder, is_local
 from dotmoe.models.stock import read_stock
 from dotmoe.models.tokenizer import load_tokenizer
@@ -193,7 +194,13 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
         stored = dense.config.dtype or Tensors.of(dense).dtype
         model = read_weights(dense, torch.device("cpu"), stored if dtype == "auto" else dtype)
     else:
-        model = _by_transformers(folder, dtype)
+        model = _by_transformers(folder, dtype).eval()
+        if not makes_usual_logits(model):
+            raise UserError(
+                f"{folder} is a {config_of(folder).model_type}, and dotmoe does not know how its "
+                "logits follow from its last hidden states: what it measured would be wrong. "
+                "Choose a model of another architecture."
+            )
         _take_generation_config(model, folder)
     return model.requires_grad_(False).eval()
 

@@ -12,6 +12,9 @@ from dotmoe.models.hf_config import readout_of
 
 CHUNK_LOGITS = 1 << 25
 """Maximum number of logits computed at once for one model: 128 MiB in float32."""
+_PROBE_TOKENS = 8
+_SAME_LOGITS = 0.02
+"""Largest difference of logits, as a share of the largest logit, that rounding explains."""
 
 
 def hidden_states(model: Any, tokens_BT: Tensor) -> Tensor:
@@ -43,6 +46,22 @@ def loss_of(model: Any, tokens_BT: Tensor) -> float:
     logits_BTV = readout_of(model.base_model.config).logits(hidden_BTD @ head_VD.T)
     labels_T = tokens_BT[:, 1:].flatten().long().to(logits_BTV.device)
     return float(cross_entropy(logits_BTV.flatten(0, 1), labels_T))
+
+
+@torch.no_grad()
+def makes_usual_logits(model: Any) -> bool:
+    """Whether a model's logits follow from its hidden states as `logits_in_parts` has them.
+
+    A few tokens show it. Some stock models scale their logits by settings of their own, or have
+    layers between the last norm and the head.
+    """
+    num_tokens = min(_PROBE_TOKENS, int(model.base_model.config.vocab_size))
+    device = next(model.parameters()).device
+    tokens_BT = torch.arange(num_tokens, device=device)[None]
+    own_TV = model(input_ids=tokens_BT, use_cache=False).logits[0].float()
+    hidden_TD = hidden_states(model, tokens_BT)[0]
+    ours_TV = torch.cat([logits_TV for _, logits_TV in logits_in_parts(model, hidden_TD)])
+    return float((ours_TV - own_TV).abs().max()) <= _SAME_LOGITS * float(own_TV.abs().max())
 
 
 def logits_in_parts(model: Any, hidden_TD: Tensor) -> Iterator[tuple[slice, Tensor]]:

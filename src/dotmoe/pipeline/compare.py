@@ -15,6 +15,7 @@ from dotmoe.common.device import resolved_device
 from dotmoe.common.distributed import require_one_process
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import alone_in, write_json, write_text
+from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import to_markdown, without_html
 from dotmoe.export.parameters import active_at
@@ -59,9 +60,11 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         )
     dense = describe_dense(config.model)
     config = with_sources(config, is_chat=has_chats(dense.tokenizer))
-    read = config.calibration_tokens(dense.widths.model)
+    seq_len = min(config.data.seq_len, dense.widths.context)
+    read = _in_blocks(config.calibration_tokens(dense.widths.model), seq_len)
     if config.repair:
-        read += repair_tokens(config.repairing, exportable_splits(config, dense), dense.config)
+        splits = exportable_splits(config, dense)
+        read += _in_blocks(repair_tokens(config.repairing, splits, dense.config), seq_len)
     if asks_by_name(config.data) or has_chats(dense.tokenizer):
         # The same chats for all, whatever each of them reads.
         tokens = config.answers.answer_tokens or read
@@ -279,10 +282,15 @@ def _pruned_row(point: Point, config: PruneRunConfig, results: dict[str, Any]) -
     )
 
 
+def _in_blocks(tokens: int, seq_len: int) -> int:
+    """Tokens of the whole blocks that so many are read in."""
+    return ceil_div(tokens, seq_len) * seq_len
+
+
 def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
     """Number of tokens that a conversion's calibration and `steps` of training have read."""
     text = TokenisedText.load(RunFolder(Path(config.out)).path_of("data")).training
-    calibrated = min(config.calibration_tokens(model.widths.model), text.num_tokens)
+    calibrated = text.num_drawn(config.calibration_tokens(model.widths.model))
     return calibrated + steps * config.align.batch_size * text.seq_len
 
 

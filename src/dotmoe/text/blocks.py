@@ -75,8 +75,12 @@ class TokenBlocks:
         """Blocks at equal distances in the text, enough for `num_tokens`: int64, [B, seq_len]."""
         return self.tokens_BT[self._drawn_rows(num_tokens)].long()
 
+    def num_drawn(self, num_tokens: int) -> int:
+        """Tokens of the blocks that `drawn` gives for so many: whole blocks, at most all."""
+        return min(ceil_div(num_tokens, self.seq_len), self.num_blocks) * self.seq_len
+
     def _drawn_rows(self, num_tokens: int) -> Tensor:
-        rows = min(ceil_div(num_tokens, self.seq_len), self.num_blocks)
+        rows = self.num_drawn(num_tokens) // self.seq_len
         return torch.arange(rows) * self.num_blocks // rows
 
     def select(self, rows: Tensor | slice) -> "TokenBlocks":

@@ -238,7 +238,8 @@ def _of_others(
     """Names of results of a model without a `known` fingerprint.
 
     `dense`: name and fingerprint of the dense model, which must be what a result beside that name
-    is of. Tasks in `against` are all of one model: of the dense one if it was asked any.
+    is of, and what closeness and speed are beside. Tasks in `against` are all of one model: of the
+    dense one if it was asked any.
     """
     beside = {
         name: _fingerprint_in(content, "model")
@@ -251,15 +252,16 @@ def _of_others(
         if name in beside:
             is_other = beside[name] != asked
         else:
-            sides = ["model"]
-            if _name_of_other(content) == dense[0]:
-                sides.append("against")
-            is_other = any(_fingerprint_in(content, side) not in known for side in sides)
+            is_other = _fingerprint_in(content, "model") not in known
+            if name in _BESIDE_DENSE or _name_of_other(content) == dense[0]:
+                is_other |= _fingerprint_in(content, "against") != dense[1]
         if is_other and name.partition("/")[0] in _MEASURED:
             left_out.append(name)
     return left_out
 
 
+_BESIDE_DENSE = ("fidelity", "bench")
+"""Results whose sections of the report are about the distance to the dense model."""
 _OF_BENCH = {"model": "moe", "against": "dense"}
 """What a speed measurement calls the two models."""
 

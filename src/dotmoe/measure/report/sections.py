@@ -212,8 +212,10 @@ def _missing(run: RunResults, _: Values) -> Blocks:
     blocks: Blocks = []
     if run.of_others:
         names = ", ".join(f"{name}.json" for name in run.of_others)
-        sentence = "Left out, because they measured another model than this export, or do not say "
-        sentence += f"which: {names} in 6_evaluate. Delete them, and measure again."
+        sentence = "Left out, because they are of other models than this export and its dense "
+        sentence += (
+            f"model, or do not say which: {names} in 6_evaluate. Delete them, and measure again."
+        )
         blocks.append(Block("warning", sentence))
     for name, (what, words) in _wanted(run).items():
         if name not in there:
