@@ -1,5 +1,6 @@
 """`dotmoe compare` and `dotmoe convert --method`, on tiny models, exported and verified."""
 
+import fcntl
 import json
 import math
 import os
@@ -175,17 +176,19 @@ def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense,
     assert "no.txt" in compare(*methods, to=out / "no", other_text="no.txt").refusal()
 
 
+@pytest.mark.parametrize("methods", [("random_split", "dot_moe"), ("dot_moe", "random_split")])
 def test_rows_in_windows_of_another_length_are_not_subtracted(
-    tiny_dense, text_file, heldout_file, out, command
+    methods, tiny_dense, text_file, heldout_file, out, command
 ):
     """An export with a shared expert loses the sliding window, and with it context."""
     options = OPTIONS | {"data": text_file, "eval_text": heldout_file, "shared": 1 / 12}
-    model, methods = tiny_dense("phi3", sliding_window=32), ("random_split", "dot_moe")
+    model = tiny_dense("phi3", sliding_window=32)
     said = command("compare", model, out, methods=methods, **options)
     assert said.status == 0, said.err
     rows = {row["run"]: row for row in summary_in(out)["rows"]}
     ours, rival = rows["dot_moe-untrained"], rows["random_split-ridge"]
     assert (ours["window"], rival["window"], rows["dense"]["window"]) == (32, 256, 256)
+    assert summary_in(out)["window"] == 256
     shown = table(summary_in(out))
     cells = {
         row[0] + (row[1] or ""): dict(zip(shown.columns, row, strict=True)) for row in shown.rows
@@ -353,6 +356,14 @@ def test_a_run_that_fails_says_why_and_the_others_are_made(error, why, compare, 
         failing.add("ridge")
         said = compare("contiguous_split", to=out / "none")
         assert (said.status, why in said.err) == (error.exit_code, True)
+
+
+def test_one_process_at_a_time_writes_a_comparison(compare, out):
+    out.mkdir()
+    with (out / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "in use by another dotmoe process" in compare("static_pruning").refusal()
+    assert not (out / "compare.json").exists()
 
 
 def test_a_summary_outlives_a_repeat_with_other_options(compare, out):
