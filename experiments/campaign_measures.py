@@ -23,9 +23,14 @@ from dotmoe.measure.evaluate.difference import (
     score_difference,
 )
 from dotmoe.measure.evaluate.models import model_folder, sides_of
-from dotmoe.measure.evaluate.own_answers import DenseStates, on_own_answers, states_on
+from dotmoe.measure.evaluate.own_answers import (
+    DenseStates,
+    dense_end,
+    on_own_answers,
+    states_on,
+)
 from dotmoe.measure.evaluate.tasks import main_scores
-from dotmoe.models.chat import has_chats
+from dotmoe.models.chat import end_tokens, has_chats
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.identity import fingerprint
@@ -127,7 +132,7 @@ def answers(it: Subject) -> Values:
     if it.is_dense:
         sets = {ALIKE: own.alike, OTHERS: own.others}
         measured = {
-            name: _of_dense(each, getattr(own, f"{name}_penalised"))
+            name: _of_dense(it, each, getattr(own, f"{name}_penalised"))
             for name, each in sets.items()
             if each
         }
@@ -136,7 +141,7 @@ def answers(it: Subject) -> Values:
     return {**on_own_answers(taught, it.dense.tokenizer, exports, own, seed=0)["moe"]}
 
 
-def _of_dense(answers: Sequence[Answer], penalised: Sequence[Answer]) -> Values:
+def _of_dense(it: Subject, answers: Sequence[Answer], penalised: Sequence[Answer]) -> Values:
     """What holds of the dense model's own answers, and which of them end."""
     as_dense = {"more_unfinished": 0.0, "more_unfinished_stderr": 0.0}
     return {
@@ -145,15 +150,17 @@ def _of_dense(answers: Sequence[Answer], penalised: Sequence[Answer]) -> Values:
         "top1": 1.0,
         "times_dense": 1.0,
         "answers": len(answers),
-        "ended": _share_finished(answers),
+        "ended": _share_that_ends(it, answers),
         **as_dense,
-        "with_penalty": {"ended": _share_finished(penalised), **as_dense},
+        "with_penalty": {"ended": _share_that_ends(it, penalised), **as_dense},
     }
 
 
-def _share_finished(answers: Sequence[Answer]) -> float:
-    """Share of the answers that end by themselves."""
-    return sum(answer.finished for answer in answers) / len(answers)
+def _share_that_ends(it: Subject, answers: Sequence[Answer]) -> float:
+    """Share of the dense model's answers that have text and an end, as the others are counted."""
+    tokenizer = it.dense.tokenizer
+    ends = end_tokens(it.dense.model, tokenizer)
+    return sum(dense_end(tokenizer, answer, ends) for answer in answers) / len(answers)
 
 
 def _taught(it: Subject) -> tuple[OwnAnswers, dict[str, DenseStates]]:

@@ -33,7 +33,7 @@ def stopped_by(*signals):
     return event
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_step_and_the_run_goes_on_bit_identical(signum, tmp_path):
     handler = signal.getsignal(signum)
     said = f"^{signum.name} stopped the run after step 7, now saved$"

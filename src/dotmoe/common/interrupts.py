@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM that are not lost: what swallowed the exception does not keep a command going.
+"""SIGINT, SIGTERM and SIGHUP that are not lost: what swallows them does not keep a command going.
 
 Python swallows an exception that is raised in a destructor, and a library may catch all. So a
 handler also records its signal. A destructor's is sent again; any is raised again by
@@ -32,9 +32,9 @@ def raise_pending() -> None:
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Within this context, SIGINT and SIGTERM raise KeyboardInterrupt until it leaves the context.
+    """Within this context, these signals raise KeyboardInterrupt until it leaves the context.
 
-    SIGINT stays ignored if it is, as in a background process of a shell.
+    SIGINT and SIGHUP stay ignored if they are, as in a background process of a shell, and by nohup.
     """
     timers = list[Timer]()
 
@@ -47,11 +47,12 @@ def interrupts_kept() -> Iterator[None]:
         timers[-1].start()
 
     before_hook, sys.unraisablehook = sys.unraisablehook, swallowed
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     _pending.clear()
     signal.signal(signal.SIGTERM, _handle)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _handle)
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _handle)
     try:
         yield
         raise_pending()
@@ -59,7 +60,8 @@ def interrupts_kept() -> Iterator[None]:
         for timer in timers:
             timer.cancel()
         sys.unraisablehook = before_hook
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         _pending.clear()
 
 
@@ -69,6 +71,7 @@ def _handle(signum: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(signum: int) -> KeyboardInterrupt:
-    if signum == signal.SIGTERM:
-        return Interrupted(signum, "SIGTERM stopped it. What is finished is kept")
-    return KeyboardInterrupt()
+    if signum == signal.SIGINT:
+        return KeyboardInterrupt()
+    name = signal.Signals(signum).name
+    return Interrupted(signum, f"{name} stopped it. What is finished is kept")

@@ -12,7 +12,7 @@ class TrainingConfig:
 
     checkpoint_every: Annotated[int, at_least(1)] | None = None
     """Steps between checkpoints, in addition to those half an hour after the last, at the end and
-    on SIGTERM or Ctrl-C. None: only those."""
+    on SIGTERM, Ctrl-C or a closed terminal. None: only those."""
 
 
 DEFAULT_TRAINING = TrainingConfig()

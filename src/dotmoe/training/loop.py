@@ -27,7 +27,7 @@ ParameterGroup = dict[str, Any]
 Checkpoints use the same names. Either all parameters are plain tensors, equal on all ranks, or
 DTensors, of which a rank may hold no part."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CHECKPOINT_SECONDS = 1800
 
 
@@ -73,7 +73,7 @@ def train(
 
     Raises:
         UserError: The newest checkpoint is damaged, or a loss or gradient is not finite.
-        Interrupted: SIGTERM or SIGINT was received; the step that was running has been saved.
+        Interrupted: A signal to stop was received; the step that was running has been saved.
     """
     schedule = task.schedule
     optimizer = adamw(task)
@@ -211,7 +211,9 @@ def update(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, fact
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Within this context, SIGTERM and SIGINT are recorded, not raised; ignored ones stay ignored.
+    """Within this context, signals that stop are recorded, not raised; ignored ones stay ignored.
+
+    A terminal that closes sends SIGHUP, which `nohup` ignores.
 
     A second SIGINT interrupts at once, except under torchrun: one Ctrl-C reaches its ranks twice,
     from the terminal and from torchrun. Only the main thread has handlers; others record nothing.

@@ -203,7 +203,7 @@ def share_that_ends(
         on_progress(len(ended), len(prompts))
     num_answers = len(answers)
     answer_ends = [ended[number] for number in range(num_answers)]
-    dense_ends = [_dense_end(tokenizer, answer, ends) for answer in answers]
+    dense_ends = [dense_end(tokenizer, answer, ends) for answer in answers]
     lost = [dense - own for dense, own in zip(dense_ends, answer_ends, strict=True)]
     return {
         "ended": sum(answer_ends) / num_answers,
@@ -217,7 +217,7 @@ def share_that_ends(
     }
 
 
-def _dense_end(tokenizer: Any, answer: Answer, ends: set[int]) -> int:
+def dense_end(tokenizer: Any, answer: Answer, ends: set[int]) -> int:
     """1 if an answer of the dense model has text and an end, else 0."""
     says_something = _says_something(tokenizer, answer.ids[answer.answer_start :], ends)
     return 1 if answer.finished and says_something else 0
