@@ -153,6 +153,12 @@ def test_a_result_is_written_before_a_reader_may_have_gone(tmp_path, monkeypatch
     assert out.is_file()
 
 
+def test_a_temperature_that_overflows_is_refused():
+    words = ["MODEL", "--generate", "1", "--prompts", "a", "--temperature", "1e-39"]
+    with pytest.raises(UserError, match=r"--temperature is 1e-39, which overflows.*0\.001"):
+        config_of("evaluate", words)
+
+
 def test_a_place_may_begin_with_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, words in (

@@ -83,3 +83,9 @@ def test_a_notebook_shows_one_bar_that_moves(clock, monkeypatch):
     with progress.bar("quiet") as update:
         update(1, 1)
     assert len(shown) == 4
+
+
+def test_a_time_without_end_is_shown_all_the_same():
+    pace = progress_module._Pace(0)
+    pace.done = 1
+    assert pace.left(10**40).endswith("left")

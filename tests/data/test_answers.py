@@ -9,6 +9,7 @@ from dotmoe.common.progress import Progress
 from dotmoe.models import chat
 from dotmoe.models.sampling import Sampling
 from dotmoe.text import writing
+from dotmoe.text.answering import Answering
 from dotmoe.text.answers import OwnAnswers, read_answers
 from dotmoe.text.answers_of_run import own_answers
 from dotmoe.text.config import DataConfig
@@ -89,6 +90,23 @@ def test_a_stopped_writer_goes_on_after_what_it_wrote(speaker, tmp_path, monkeyp
     assert write_answers(speaker, QUESTIONS, path, HOW, seed=0) == whole
     assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
     assert not parts.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"messages": [', None])
+def test_damaged_answers_of_the_cache_are_written_again(damage, speaker, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(writing, "ANSWERS", HOW)
+    answering = Answering(speaker, "a model", 0, Progress(quiet=True))
+    first = answering.answers(QUESTIONS, 0, "answers", room=64)
+    (file,) = (tmp_path / "dotmoe/answers").glob("*.jsonl")
+    whole = file.read_bytes()
+    damaged = whole.replace(b'"finished": ', b'"finished":  ', 1) if damage is None else damage
+    file.write_bytes(damaged)
+    assert answering.answers(QUESTIONS, 0, "answers", room=64) == first
+    assert file.read_bytes() == whole
+    file.with_suffix(".sha256").unlink()  # of a version that kept none
+    monkeypatch.setattr(writing, "continuations", None)
+    assert answering.answers(QUESTIONS, 0, "answers", room=64) == first
 
 
 @pytest.mark.parametrize("kind", ["chats", "texts"])

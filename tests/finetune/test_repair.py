@@ -222,6 +222,7 @@ def test_a_layer_of_an_earlier_version_counts_as_a_whole_change(
     record = json.loads((first / "repair.json").read_text())
     assert record.pop("kept") == 1
     (first / "repair.json").write_text(json.dumps(record))
+    (first / "checksums.json").unlink()
     shutil.rmtree(second)
     monkeypatch.undo()
     repair(dense, (layout_of(dense, 6),), text, config, seed=0, folder=tmp_path)
@@ -413,7 +414,10 @@ def test_frozen_repaired_and_finetuned_are_three_rows(finished, tmp_path, comman
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text_file, tmp_path):
+@pytest.mark.parametrize("damage", [None, "bit", "short", "gone"])
+def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(
+    damage, tiny_dense, text_file, tmp_path
+):
     repair = {"repair": [], "repair_tokens": 1000, "repair_epochs": 1}
     options = {**TINY_CONVERT, "data": text_file, "steps": 0, **repair}
     dense = tiny_dense("llama", num_hidden_layers=3)
@@ -424,13 +428,18 @@ def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text
     finished = killed.folder / "4_repair/layers.parts/00000_ffn"
     assert process.kill_when(finished.exists), process.said()
     assert not (killed.folder / "4_repair/repair.json").exists()
-    marked = json.loads((finished / "repair.json").read_text()) | {"heldout_error": 0.5}
-    (finished / "repair.json").write_text(json.dumps(marked))
+    weights = finished / "weights.safetensors"
+    before = weights.stat().st_mtime_ns
+    if damage == "gone":
+        weights.unlink()
+    elif damage is not None:
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content[:20] if damage == "short" else content)
     assert run(killed.command()) == 0
     assert killed.tensors() == whole.tensors()
-    files = [each.folder / "4_repair/repair.json" for each in (killed, whole)]
-    layers = [json.loads(file.read_text())["layers"] for file in files]
-    assert layers[0] == [marked, *layers[1][1:]], "a layer that was finished is repaired again"
+    is_kept = weights.stat().st_mtime_ns == before
+    assert is_kept == (damage is None), "a whole layer alone is not repaired again"
 
 
 def test_what_cannot_be_repaired_is_refused(dense_of, layout_of, text, tmp_path, monkeypatch):

@@ -334,6 +334,17 @@ def test_text_that_is_gone_is_missed_if_it_is_read_again(finished, command, tmp_
     assert "is not there any more. Put it there again" in command(*made.command()).refusal()
 
 
+def test_a_stage_that_leaves_nothing_is_finished_all_the_same(finished, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with folder.at_work(config_of(finished, out=str(folder.path))):
+        folder.begin(config_of(finished), "model", None, {})
+        folder.run_stage("answers", lambda place: "found", lambda place: "made")
+        (folder.path_of("answers")).rmdir()  # as tools that copy folders do
+        folder.run_stage("data", lambda place: None, lambda place: (place / "a").touch())
+        assert folder.run_stage("answers", lambda place: "found", lambda place: "made") == "found"
+        assert folder.has("answers", "data")
+
+
 def test_a_stage_takes_the_time_of_its_stopped_attempts_too(finished, tmp_path):
     folder = RunFolder(tmp_path / "run")
 

@@ -56,7 +56,7 @@ def nearest_beside(path: Path) -> str:
     folder = path.parent
     if not os.path.isdir(folder):
         return ""
-    return nearest(str(path), map(str, folder.iterdir()))
+    return nearest(str(path), (str(each) for each in folder.iterdir() if each != path))
 
 
 def one_line(error: object) -> str:

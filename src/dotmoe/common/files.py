@@ -95,7 +95,8 @@ def write_text(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(".partial", f".{path.name}.", path.parent)
     temporary = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        # Names of files may hold what is no Unicode; it is written as question marks.
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
         set_usual_mode(temporary)
         sync(temporary)

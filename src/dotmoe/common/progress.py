@@ -15,6 +15,9 @@ from rich.text import Text
 
 from dotmoe.common.interrupts import raise_pending
 
+_LONGEST_S = 1e9
+"""Longest time left that is shown, some thirty years; `timedelta` holds no time without end."""
+
 
 class Update(Protocol):
     """A function that moves a progress bar."""
@@ -110,7 +113,7 @@ class _Pace:
         if not counted or self.done >= total:
             return ""
         seconds = self.seconds * (total - self.done) / counted
-        return f"{timedelta(seconds=math.ceil(seconds))} left"
+        return f"{timedelta(seconds=math.ceil(min(seconds, _LONGEST_S)))} left"
 
 
 class Progress:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dotmoe.common.errors import UserError, nearest
-from dotmoe.common.options import Shown, above, at_least
+from dotmoe.common.options import Shown, above, at_least, at_most
 
 FORMAT_NAMES = (
     "glm4_moe",
@@ -47,7 +47,7 @@ class ExportConfig:
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the written weights. `source` keeps every dense tensor's own dtype, but writes
     float16 as float32, since float16 cannot hold scaled routers; bfloat16 rounds such weights."""
-    max_shard_gib: Annotated[float, above(0)] = 4.0
+    max_shard_gib: Annotated[float, above(0), at_most(1e6)] = 4.0
     """Maximum size of a weight file, in GiB; writing takes as much memory."""
     scale_tokens: Annotated[int, at_least(1)] = 2048
     """Number of text tokens from which the router scales are chosen."""

@@ -32,6 +32,9 @@ def _has_gguf(name: str) -> bool:
     return is_gguf(path) or any(map(is_gguf, path.glob("*")))
 
 
+_LOWEST_TEMPERATURE = 0.001
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig:
     """Text to measure on, and how it is cut into windows."""
@@ -155,6 +158,11 @@ class EvaluateConfig:
 
     def check_together(self) -> None:
         """Refuse no measurement, one without what it needs, and a file as `out`."""
+        if 0 < self.temperature < _LOWEST_TEMPERATURE:
+            raise UserError(
+                f"--temperature is {self.temperature:g}, which overflows. Give 0, or at least "
+                f"{_LOWEST_TEMPERATURE:g}."
+            )
         if self.generate and not self.prompts:
             raise UserError("--generate has nothing to continue. Give --prompts.")
         reads = self.fidelity or self.curve is not None

@@ -209,9 +209,12 @@ def _finite_energy(
 
 def _require_finite(computed: Tensor, index: int, dtype: torch.dtype) -> None:
     if not is_finite(computed):
+        remedy = "Choose --dtype float32."
+        if dtype == torch.float32:
+            remedy = "Its weights are damaged: compare the model with the original."
         raise UserError(
             f"layer {index} computes NaN or infinity in {dtype_name(dtype)} on the text of the "
-            "calibration. Choose --dtype float32."
+            f"calibration. {remedy}"
         )
 
 

@@ -154,9 +154,15 @@ class RunFolder:
 
     def has(self, *names: str) -> bool:
         """Whether these stages are finished and their results still exist."""
-        return self.exists and all(
-            name in self.manifest["stages"] and _is_filled(self._result_of(name)) for name in names
-        )
+        return self.exists and all(map(self._is_there, names))
+
+    def _is_there(self, name: str) -> bool:
+        """Whether a stage is finished and what it left still exists; some leave nothing."""
+        stage = self.manifest["stages"].get(name)
+        if stage is None:
+            return False
+        left_nothing = name != "export" and not stage["files"]
+        return left_nothing or _is_filled(self._result_of(name))
 
     def verified(self, name: str, *only: str) -> Path:
         """Folder of a finished stage; a `UserError` if its files, or `only` these, are damaged.
@@ -202,12 +208,14 @@ class RunFolder:
         self._require_usable(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+        except (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError) as error:
             raise UserError(
                 f"{self.path} cannot be made ({error.strerror}). Choose another folder."
             ) from error
         with self.alone():
             self._manifest = None  # another process may have changed it
+            for partial in self.path.glob(f".{_MANIFEST}.*.partial"):  # of one that was killed
+                remove(partial)
             self._require_usable(config)
             is_new = not self.exists
             try:

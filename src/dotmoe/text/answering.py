@@ -3,13 +3,14 @@
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dotmoe.common.files import in_turn, write_text
+from dotmoe.common.files import in_turn, sha256_of, write_text
 from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.models.chat import asked, end_tokens, has_chats
@@ -150,10 +151,29 @@ class Answering:
     def _cached(
         self, key: Any, write: Callable[[Path], Kept], read: Callable[[Path], Kept]
     ) -> Kept:
-        """What `write` wrote for this key, here or in an earlier run."""
+        """What `write` wrote for this key, here or in an earlier run; damaged, it is made again."""
         text = json.dumps([self._identity, key], sort_keys=True, ensure_ascii=False)
         name = sha256(text.encode()).hexdigest()
         path = self._cache / f"{name}.jsonl"
         waiting = "another process writes the same answers: they are waited for"
         with in_turn(path.with_suffix(".lock"), lambda: self._progress.log(waiting)):
-            return read(path) if path.is_file() else write(path)
+            if path.is_file():
+                with suppress(ValueError, KeyError, TypeError):
+                    if _is_whole(path):
+                        return read(path)
+                self._progress.log(f"{path} is damaged: it is written again")
+            made = write(path)
+            write_text(_checksum_of(path), sha256_of(path))
+            return made
+
+
+def _checksum_of(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of the cache is as it was written; one without a checksum is older."""
+    checksum = _checksum_of(path)
+    if not checksum.is_file():
+        return path.stat().st_size > 0
+    return checksum.read_text(encoding="utf-8") == sha256_of(path)

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -304,7 +304,19 @@ class RowReader(NamedTuple):
 
 def _checked(message: Message, place: str) -> Message:
     """A message of Unicode text with line ends of text mode."""
+    for text in _texts_in(message):
+        require_text(text, place)
     return {**message, "content": _checked_text(message["content"], place)}
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """All texts in nested values, such as those of a call of a tool."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for each in pair for text in _texts_in(each))
+    elif isinstance(value, list | tuple):
+        yield from (text for each in value for text in _texts_in(each))
 
 
 def _checked_text(text: str, place: str) -> str:

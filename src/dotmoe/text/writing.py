@@ -188,12 +188,20 @@ def _append(file: TextIO, number: int, answer: Answer) -> None:
 
 
 def _rows_of(parts: Path) -> Iterator[tuple[int, Answer]]:
-    """Numbers and answers that a stopped process wrote, without a line that it did not finish."""
+    """Numbers and answers that a stopped process wrote, up to a line that is not whole."""
     if not parts.is_file():
         return
-    whole, _, rest = parts.read_bytes().rpartition(b"\n")
-    if rest:
-        parts.write_bytes(whole + b"\n" if whole else b"")
-    for line in whole.splitlines():
-        row = json.loads(line)
-        yield row.pop("number"), answer_from_row(row)
+    lines = parts.read_bytes().splitlines(keepends=True)
+    kept = 0
+    for line in lines:
+        try:
+            row = json.loads(line)
+            numbered = row.pop("number"), answer_from_row(row)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            break
+        if not line.endswith(b"\n"):
+            break
+        kept += 1
+        yield numbered
+    if kept < len(lines):
+        parts.write_bytes(b"".join(lines[:kept]))

@@ -140,7 +140,7 @@ def _batches_of(text: ScoredText, window: int, batch_size: int) -> list[Tensor]:
     """The windows of a text, [B, T] each time; the last, shorter one alone."""
     full, rest = divmod(text.tokens.numel(), window)
     whole = text.tokens[: full * window].view(full, window)
-    batches = list(torch.split(whole, batch_size)) if full else []
+    batches = list(torch.split(whole, min(batch_size, full))) if full else []
     if rest >= 2 and not text.only_full_windows:
         batches.append(text.tokens[-rest:][None])
     if not batches:

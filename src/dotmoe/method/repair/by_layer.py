@@ -12,7 +12,16 @@ from torch import Tensor
 
 from dotmoe.common.distributed import broadcast_from_rank_zero, num_ranks, raise_on_all_ranks
 from dotmoe.common.errors import UserError
-from dotmoe.common.files import complete_folder, read_json, save_tensors, write_json
+from dotmoe.common.files import (
+    DamagedError,
+    checksums,
+    complete_folder,
+    damage_in,
+    read_json,
+    remove,
+    save_tensors,
+    write_json,
+)
 from dotmoe.common.precision import in_float32
 from dotmoe.common.progress import Update, no_update
 from dotmoe.common.seeds import generator_for
@@ -30,6 +39,8 @@ from dotmoe.text.blocks import TokenBlocks
 
 REPAIR_METRICS = "repair.json"
 """Metrics: the stage's, and each layer's beside its weights."""
+_CHECKSUMS = "checksums.json"
+"""File of a layer's folder with the checksums of the others."""
 _SHARE_OF_CHANGE = 0.8
 """Share of what training changed that the export keeps: with all of it, SmolLM2 loses more on every
 text (docs/dev/decisions.md). Later layers are trained behind the whole change."""
@@ -107,10 +118,11 @@ class _Solutions:
     def of(self, problem: LayerProblem) -> dict[str, Tensor]:
         """The weights that later layers are repaired behind, by name in the model.
 
-        A problem that a stopped process has solved is not solved again.
+        A problem that a stopped process has solved is not solved again, unless its files were
+        damaged since.
         """
         layer = self.folder / CHANGES / f"{problem.layer:05d}_{problem.target.name}"
-        if not broadcast_from_rank_zero(layer.is_dir):
+        if not broadcast_from_rank_zero(partial(_is_whole, layer)):
             weights, metrics = self.solution(problem)
             broadcast_from_rank_zero(partial(self._write, layer, problem, weights, metrics))
         self.metrics.append(read_json(layer / REPAIR_METRICS))
@@ -165,9 +177,22 @@ class _Solutions:
         """Write what one layer got, in the dtype of the source, whole or not at all."""
         _, dtype = self.stored.describe(problem.target.output_tensor(problem.layer))
         tensors = {name: weight.to(dtype) for name, weight in weights.items()}
+        remove(layer)  # which may be damaged
         with complete_folder(layer) as partial_folder:
             save_tensors(tensors, partial_folder / CHANGED)
             write_json(partial_folder / REPAIR_METRICS, {"layer": problem.layer, **metrics})
+            whole = checksums(partial_folder, [CHANGED, REPAIR_METRICS])
+            write_json(partial_folder / _CHECKSUMS, whole)
+
+
+def _is_whole(layer: Path) -> bool:
+    """Whether a layer is there and as it was written; an older one has no checksums."""
+    if not (layer / _CHECKSUMS).exists():
+        return (layer / CHANGED).is_file() and (layer / REPAIR_METRICS).is_file()
+    try:
+        return damage_in(layer, read_json(layer / _CHECKSUMS)) is None
+    except DamagedError:
+        return False
 
 
 def _part_of_change(
