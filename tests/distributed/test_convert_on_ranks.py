@@ -95,7 +95,11 @@ def test_ranks_convert_as_one_does(sharding, tiny_dense, text_file, tmp_path):
 @pytest.mark.parametrize(
     ("batch", "data", "message"),
     [
-        ("3", "text.txt", "batch_size is 3, but 2 ranks must share it equally. Choose a multiple"),
+        (
+            "3",
+            "text.txt",
+            "--batch-size is 3, but 2 ranks must share it equally. Choose a multiple",
+        ),
         ("4", "gone.txt", "gone.txt does not exist"),
     ],
 )

@@ -76,7 +76,8 @@ def test_both_are_repaired(tiny_dense, text_file, command, tmp_path):
 def test_a_random_split_of_heads_is_a_row_beside_dot_moe(tiny_dense, text_file, tmp_path, command):
     options = {"data": text_file, **TINY_CONVERT, "targets": "attention", "eval_text": text_file}
     options |= {"methods": ["dot_moe", "random_split"], "router_steps": 2, "repair": []}
-    del options["steps"]
+    for name in ("steps", "expert_size", "active"):  # of neurons
+        options.pop(name, None)
     made = command("compare", tiny_dense("qwen2"), tmp_path / "c", **options)
     assert made.status == 0, made.err
     rows = json.loads((tmp_path / "c/compare.json").read_text())["rows"][1:]
