@@ -75,6 +75,7 @@ def test_the_two_runs_of_the_quickstart_differ_in_the_method_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("all_rounds")
 def test_the_conversion_loses_less_than_static_pruning_with_the_same_repair(tmp_path):
     made = quickstart(QuickstartConfig(out=str(tmp_path / "quick")), Progress(quiet=True))
     start, dotmoe, static = (
