@@ -43,7 +43,7 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status instead of exiting."""
-    _print_what_the_terminal_cannot_as_question_marks()
+    _replace_letters_that_the_terminal_lacks()
     name = arguments[0] if arguments else "--help"
     try:
         with interrupts_kept():
@@ -67,7 +67,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _print_what_the_terminal_cannot_as_question_marks() -> None:
+def _replace_letters_that_the_terminal_lacks() -> None:
+    """Print question marks for what the encoding of the terminal or pipe has no letter for."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
