@@ -15,6 +15,7 @@ from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
 from dotmoe.common.options import what_is_made
 from dotmoe.common.progress import Progress
+from dotmoe.common.stopwatch import Stopwatch
 from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import load_dense, load_weights
 from dotmoe.pipeline.convert import convert
@@ -345,25 +346,33 @@ def test_a_stage_that_leaves_nothing_is_finished_all_the_same(finished, tmp_path
         assert folder.has("answers", "data")
 
 
-def test_a_stage_takes_the_time_of_its_stopped_attempts_too(finished, tmp_path):
+def test_a_stage_takes_the_time_of_its_stopped_attempts_too(finished, tmp_path, monkeypatch):
+    each = {"seconds": 1.5, "cpu_seconds": 2.25}
+    monkeypatch.setattr("dotmoe.run.folder.Stopwatch.read", lambda stopwatch: each)
     folder = RunFolder(tmp_path / "run")
 
-    def worked_and_stopped(place):
-        deadline = time.process_time() + 0.05
-        while time.process_time() < deadline:
-            pass
+    def stopped(place):
         raise KeyboardInterrupt
 
     with folder.at_work(config_of(finished, out=str(folder.path))):
         folder.begin(config_of(finished), "model", None, {})
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
-                folder.run_stage("data", lambda place: None, worked_and_stopped)
-        assert folder.manifest["stopped"]["data"]["seconds"] >= 0.1
+                folder.run_stage("data", lambda place: None, stopped)
+        assert folder.manifest["stopped"] == {"data": {"seconds": 3.0, "cpu_seconds": 4.5}}
         folder.begin(config_of(finished), "model", None, {})  # as a resumed run does
         folder.run_stage("data", lambda place: None, lambda place: None)
     manifest = read_json(folder.path / "manifest.json")
     stage = manifest["stages"]["data"]
-    assert min(stage["seconds"], stage["cpu_seconds"]) >= 0.1
+    assert (stage["seconds"], stage["cpu_seconds"]) == (4.5, 6.75)
     assert not manifest["stopped"]
-    assert folder.seconds("data") == stage["seconds"]
+    assert folder.seconds("data") == 4.5
+
+
+def test_a_stopwatch_counts_what_the_cpu_did():
+    stopwatch, before = Stopwatch(), time.process_time()
+    while time.process_time() < before + 0.05:
+        pass
+    read = stopwatch.read()
+    assert read["cpu_seconds"] >= 0.05 - 0.001, "rounded to milliseconds"
+    assert read["seconds"] > 0
