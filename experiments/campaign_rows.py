@@ -378,18 +378,26 @@ def _papers(share: float, plan: Plan) -> Iterator[Row]:
 
 
 def _of_more_text(plan: Plan) -> Iterator[Row]:
-    """Finetunings at half on other amounts of text."""
-    for tokens in plan.model.finetuned_tokens:
-        yield Row(
-            name=f"finetuned-50-on-{tokens}",
-            what=f"dotmoe, finetuned on {tokens:,} tokens",
-            by="finetune",
-            options=plan.finetune(tokens),
-            of="repaired-50",
-            share=0.5,
-            beside="finetuned-50",
-            by_default=False,
-        )
+    """Finetunings on other amounts of text: of the repaired rows, and of the refitted ones."""
+    for share in plan.model.shares:
+        for tokens in plan.model.finetuned_tokens:
+            yield _finetuned_on(share, tokens, plan, of="repaired", name="finetuned")
+            yield _finetuned_on(share, tokens, plan, of="refitted", name="refitted-finetuned")
+
+
+def _finetuned_on(share: float, tokens: int, plan: Plan, *, of: str, name: str) -> Row:
+    """The finetuning of a row on so many tokens, beside that row."""
+    at = percent(share)
+    return Row(
+        name=f"{name}-{at}-on-{tokens}",
+        what=f"dotmoe, {of}, finetuned on {tokens:,} tokens",
+        by="finetune",
+        options=plan.finetune(tokens),
+        of=f"{of}-{at}",
+        share=share,
+        beside=f"{of}-{at}",
+        by_default=False,
+    )
 
 
 def _claims(share: float, plan: Plan) -> Iterator[Row]:
