@@ -226,8 +226,17 @@ def alone_in(folder: Path) -> Iterator[None]:
             folder.rmdir()
 
 
-def require_outside_models(out: Path) -> None:
-    """Refuse a place inside the folder of a model, of which it would become a part."""
+def require_place_for_weights(out: Path) -> None:
+    """Refuse a place inside the folder of a model, of which it would become a part.
+
+    Refuse a name that is not UTF-8 too: safetensors cannot open files there.
+    """
+    place = os.fsencode(out.resolve())
+    try:
+        place.decode("utf-8")
+    except UnicodeDecodeError:
+        shown = place.decode("utf-8", "backslashreplace")
+        raise UserError(f"{shown} is not UTF-8. Choose a folder whose whole path is.") from None
     for folder in out.resolve().parents:
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             raise UserError(f"{out} is inside {folder}, a model. Choose another folder.")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dotmoe.common.files import new_folder, require_outside_models
+from dotmoe.common.files import new_folder, require_place_for_weights
 from dotmoe.common.options import changed, check
 from dotmoe.common.progress import Update, no_update
 from dotmoe.export.config import GGUF_DENSE
@@ -20,7 +20,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     The dense model's weights stay on disk: memory holds one decoder layer, the embedding or head.
     """
     check(config, changed(config))
-    require_outside_models(Path(config.out))
+    require_place_for_weights(Path(config.out))
     run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
     say_unread_edits(run.folder.path_of("export"), "the new export")
     (layout, *others) = run.layouts

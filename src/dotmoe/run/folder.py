@@ -29,7 +29,7 @@ from dotmoe.common.files import (
     locked,
     read_json,
     remove,
-    require_outside_models,
+    require_place_for_weights,
     sync,
     write_json,
 )
@@ -395,7 +395,7 @@ class RunFolder:
 
     def require_place(self) -> None:
         """Refuse a place for a new run that has other files, or that lies inside a model."""
-        require_outside_models(self.path)
+        require_place_for_weights(self.path)
         if self.path.is_file() or not all(map(_is_left_at_a_start, self.path.glob("*"))):
             raise UserError(
                 f"{self.path} is in the way: it exists and is no dotmoe run. Choose another folder."
