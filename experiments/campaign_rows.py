@@ -299,8 +299,18 @@ def _ours_beside_static(share: float, plan: Plan) -> Iterator[Row]:
         by="convert",
         options=plan.convert(share, repair=False),
     )
-    for name, options in (("refitted", plan.refit), ("repaired", plan.convert)):
-        yield _named(share, name=name, what=f"dotmoe, {name}", by="convert", options=options(share))
+    for name, options, before in (
+        ("refitted", plan.refit, "frozen"),
+        ("repaired", plan.convert, "refitted"),
+    ):
+        yield _named(
+            share,
+            name=name,
+            what=f"dotmoe, {name}",
+            by="convert",
+            options=options(share),
+            beside=before,
+        )
         yield _named(
             share,
             name=f"static-{name}",
@@ -316,6 +326,7 @@ def _ours_beside_static(share: float, plan: Plan) -> Iterator[Row]:
         by="finetune",
         options=plan.finetune(),
         of="repaired",
+        beside="repaired",
     )
     yield _named(
         share,

@@ -65,7 +65,9 @@ class LayerByLayer(Alignment):
 
     layers: tuple[int, ...]
 
-    def losses(self, tokens_BT: Tensor, counted_P: Tensor | None = None) -> dict[str, Tensor]:
+    def losses(
+        self, tokens_BT: Tensor, counted_P: Tensor | None = None, weight: float = 1.0
+    ) -> dict[str, Tensor]:
         """Sum over layers of the relative squared error, plus z-loss and balance loss."""
         modules, total = self.dense.family.layers(self.dense.model), torch.zeros(())
         ffns = {index: modules[index].get_submodule("mlp") for index in self.layers}

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from dotmoe.common import files
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import (
+    alone_in,
     checksums,
     complete_folder,
     damage_in,
@@ -178,6 +179,33 @@ def test_finished_work_is_kept_if_its_place_is_taken_meanwhile(make, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["out", "out-2", "out-3"]
     assert (tmp_path / "out-3" / "file").read_text() == "whole"
     assert out.is_file() or (out / "of").read_text() == "another"
+
+
+def test_what_ends_the_work_in_a_folder_is_told_and_the_folder_of_a_user_stays(tmp_path):
+    """A link cannot be removed as a folder, nor can a place where a disk is mounted."""
+    own, link = tmp_path / "own", tmp_path / "link"
+    own.mkdir()
+    link.symlink_to(own)
+    for folder in (own, link, tmp_path / "new"):
+        with pytest.raises(UserError, match="the cause"), alone_in(folder):
+            raise UserError("the cause")
+    assert sorted(os.listdir(tmp_path)) == ["link", "own"]
+
+
+def test_names_that_cannot_be_forced_to_disk_do_not_undo_what_is_written(tmp_path, monkeypatch):
+    """Some file systems refuse it, and so does a folder that may not be listed."""
+    opened = os.open
+
+    def of_files_alone(path, *options, **more):
+        if os.path.isdir(path) and not options[0] & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *options, **more)
+
+    monkeypatch.setattr(os, "open", of_files_alone)
+    write_json(tmp_path / "values.json", {"a": 1})
+    with complete_folder(tmp_path / "out") as partial:
+        (partial / "file").write_text("whole")
+    assert sorted(os.listdir(tmp_path)) == ["out", "values.json"]
 
 
 def test_a_link_to_a_folder_is_written_through_and_removed_without_what_it_links_to(tmp_path):

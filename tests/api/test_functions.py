@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pandas
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dotmoe
@@ -167,6 +169,8 @@ def test_a_loaded_model_needs_its_tokenizer_and_all_of_its_weights(
         hollow = AutoModelForCausalLM.from_config(loaded_model["model"].config)
     tokenizer = {"tokenizer": loaded_model["tokenizer"]}
     assert "not all in memory" in refusal(dotmoe.convert, hollow, **tokenizer, **out)
+    named = {"tokenizer": "embedded", **out}
+    assert "which has its own" in refusal(dotmoe.convert, "embedded", **named)
     own = loaded_model["model"].generation_config
     monkeypatch.setattr(own, "temperature", 0.5)
     monkeypatch.setattr(own, "do_sample", False)
@@ -278,6 +282,32 @@ def test_a_run_of_what_is_in_memory_may_be_moved(loaded_model, tmp_path, monkeyp
     assert (tmp_path / "again/config.json").is_file()
     moved = dotmoe.convert(out=tmp_path / "moved", data=iter([TEXT]), **loaded_model, **OPTIONS)
     assert moved.export.is_relative_to(tmp_path / "moved"), "the same call goes on there"
+    shutil.copytree(tmp_path / "moved", tmp_path / "copy")
+    copied = dotmoe.convert(out=tmp_path / "copy", data=iter([TEXT]), **loaded_model, **OPTIONS)
+    assert copied.export.is_relative_to(tmp_path / "copy"), "and in a copy beside it"
+
+
+@pytest.fixture
+def odd_torch():
+    """Torch as a program may have left it: another dtype, no gradients, autocast."""
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.set_default_dtype(torch.float64)
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_call_is_the_same_whatever_a_program_has_set_in_torch(loaded_model, tmp_path, request):
+    options = {name: each for name, each in OPTIONS.items() if name != "calibration_tokens"}
+    options |= {"recipe": "paper", "steps": 2, "batch_size": 2, "data": iter([TEXT])}
+    usual = dotmoe.convert(out=tmp_path / "usual", **loaded_model, **options)
+    request.getfixturevalue("odd_torch")
+    options["data"] = iter([TEXT])
+    other = dotmoe.convert(out=tmp_path / "other", **loaded_model, **options)
+    assert torch.get_default_dtype() == torch.float64
+    assert torch.is_inference_mode_enabled()
+    found = [load_file(run.folder / "2_align/state.safetensors") for run in (usual, other)]
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.parametrize(

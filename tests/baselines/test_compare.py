@@ -1,5 +1,6 @@
 """`dotmoe compare` and `dotmoe convert --method`, on tiny models, exported and verified."""
 
+import copy
 import fcntl
 import json
 import math
@@ -18,15 +19,18 @@ from dotmoe.measure.report import RunResults
 from dotmoe.measure.report.results import active_parameters
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.models.meta_model import meta_model
+from dotmoe.pipeline.compare import with_one_size
 from dotmoe.pipeline.convert import convert
 from dotmoe.pipeline.points import points_of
 from dotmoe.pipeline.rows import Measured, Row, table
 from dotmoe.rivals.baselines import METHODS
-from dotmoe.rivals.config import BaselineConfig
+from dotmoe.rivals.config import BASELINES, BaselineConfig
 from dotmoe.rivals.pruning import PRUNING
 from dotmoe.run.config import CompareConfig, PruneRunConfig
+from dotmoe.run.defaults import splits_for
 from dotmoe.text.config import DataConfig
-from runs import TINY_CONVERT, TinyRun
+from runs import TINY_CONVERT, TinyRun, loaded
 
 TRAINED = {"lr": 1e-2, "batch_size": 2}
 OPTIONS = TINY_CONVERT | {"active_experts": 4}
@@ -48,6 +52,29 @@ def compare(tiny_dense, text_file, heldout_file, out, command):
         return command("compare", tiny_dense(model), to, methods=methods, **options)
 
     return make
+
+
+@pytest.mark.parametrize("name", ["7B", "0.5B"])
+def test_all_methods_have_experts_of_one_size_and_run_as_many_neurons(name, tiny_dense):
+    """Also where llama.cpp needs larger experts than the default ones, as in a model of 7B."""
+    dense = loaded(tiny_dense("qwen2"))
+    widths = {"7B": (3_584, 18_944, 28, 28, 4), "0.5B": (896, 4_864, 24, 14, 2)}[name]
+    config = copy.deepcopy(dense.config)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers")
+    names += ("num_attention_heads", "num_key_value_heads")
+    for key, value in zip(names, widths, strict=True):
+        setattr(config, key, value)
+    config.head_dim, config.layer_types = 64, ["full_attention"] * config.num_hidden_layers
+    large = replace(dense, model=meta_model(config), weights="meta")
+    given = CompareConfig(
+        model="any", out="out", eval_text=("it",), methods=("dot_moe", *BASELINES)
+    )
+    found = {
+        (split.expert_size, split.active_units)
+        for point in points_of(with_one_size(given, large))
+        for split in splits_for(point.config.method, point.config, large, torch.bfloat16)
+    }
+    assert len(found) == 1
 
 
 @pytest.fixture

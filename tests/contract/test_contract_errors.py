@@ -68,6 +68,7 @@ REFUSED = {
     "convert embedded OUT --data TEXT --time 5": "time is '5', but it must be a duration, as 30m",
     "convert RUN OUT --data TEXT": "is a dotmoe run, not a model. Name its 5_export",
     "finetune RUN RUN": "RUN and OUT are both",
+    "finetune RUN {run}/.": "RUN and OUT are both",
     "bench X X": "DENSE and MOE are both X",
     "bench MODEL {tmp}/none": "none does not exist",
     "inspect {tmp}/none": "none does not exist",

@@ -1,6 +1,7 @@
 """A training on chats learns from answers alone. Oracle: whole logits and `F.cross_entropy`."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -44,9 +45,13 @@ def marks(tokens_BT):
     return torch.stack([(place_T > 10), (place_T > 5) & (place_T < 60), place_T > 80, place_T < 7])
 
 
-def test_losses_are_means_over_tokens_of_answers(student, teacher, tokens_BT, marks_BT):
+@pytest.mark.parametrize("micro", [1, 2, 3, 4])
+def test_losses_are_means_over_tokens_of_answers(micro, student, teacher, tokens_BT, marks_BT):
+    """Also where micro-batches have other numbers of them, or one has none."""
+    marks_BT[3] = False
     blocks = TokenBlocks(tokens_BT.int(), marks_BT)
-    found = objective(student, teacher, blocks).accumulate_gradients(0)
+    how = replace(HOW, micro_batch_size=micro)
+    found = objective(student, teacher, blocks, how).accumulate_gradients(0)
     is_counted_BT = marks_BT[:, 1:]
     with torch.no_grad():
         ours_P, theirs_P = (
@@ -57,6 +62,19 @@ def test_losses_are_means_over_tokens_of_answers(student, teacher, tokens_BT, ma
     kl = F.kl_div(ours_P, theirs_P, log_target=True, reduction="batchmean")
     assert found["kl"] == pytest.approx(float(kl), rel=1e-4)
     assert found["ce"] == pytest.approx(float(F.nll_loss(ours_P, labels_P)), rel=1e-4)
+
+
+def test_the_gradient_does_not_depend_on_micro_batches(student, teacher, tokens_BT, marks_BT):
+    def gradient(micro):
+        student.model.zero_grad()
+        blocks = TokenBlocks(tokens_BT.int(), marks_BT)
+        how = replace(HOW, micro_batch_size=micro)
+        objective(student, teacher, blocks, how).accumulate_gradients(0)
+        return torch.cat([each.grad.flatten() for each in student.model.parameters()])
+
+    whole = gradient(4)
+    for micro in (1, 2, 3):
+        assert (gradient(micro) - whole).norm() < 1e-4 * whole.norm()
 
 
 def test_what_is_asked_changes_no_gradient(student, teacher, tokens_BT, marks_BT):

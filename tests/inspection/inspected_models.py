@@ -19,7 +19,7 @@ from dotmoe.method.router import Routing
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.family import family_of
 from dotmoe.models.meta_model import meta_model
-from dotmoe.text.config import DataConfig
+from dotmoe.text.config import AnswersConfig, DataConfig
 
 HERE = Accelerator(
     name="this CPU",
@@ -56,9 +56,16 @@ def inspection(config, *, stored=torch.bfloat16, here=HERE, **options):
     if not {"active", "active_experts"} & stated.keys():
         stated["active"] = 0.25
     experts = ExpertsConfig(**stated)
-    nested = {"load": {"device": "cpu"}, "align": {}, "data": {}, "export": {}, "repairing": {}}
+    nested = {
+        "load": {"device": "cpu"},
+        "align": {},
+        "data": {},
+        "export": {},
+        "repairing": {},
+        "answers": {},
+    }
     kinds = {"data": DataConfig, "export": ExportConfig, "repairing": RepairConfig}
-    kinds |= {"load": LoadConfig, "align": AlignConfig}
+    kinds |= {"load": LoadConfig, "align": AlignConfig, "answers": AnswersConfig}
     for part, kind in kinds.items():
         own = {field.name for field in fields(kind)} & options.keys()
         nested[part] = kind(**nested[part] | {name: options.pop(name) for name in own})

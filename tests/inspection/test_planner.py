@@ -128,7 +128,11 @@ def test_only_active_experts_cost_products_in_finetuning():
         ({}, "finetune OUT OUT2", 240 * 4 * 512),
         ({"finetune_steps": 9}, "finetune OUT OUT2 --steps 9", 9 * 4 * 512),
         ({"train": "lora"}, "finetune OUT OUT2 --train lora", 240 * 4 * 512),
-        ({"finetune_recipe": "paper"}, "finetune OUT OUT2 --recipe paper", 4_578 * 128 * 2_048),
+        (
+            {"finetune_recipe": "paper"},
+            "finetune OUT OUT2 --recipe paper --data FILE",
+            4_578 * 128 * 2_048,
+        ),
     ],
 )
 def test_a_finetuning_is_planned_as_its_command_runs(options, command, tokens):
@@ -136,6 +140,20 @@ def test_a_finetuning_is_planned_as_its_command_runs(options, command, tokens):
     assert found["choices"][-1]["command"] == command
     assert found["run"]["tokens"]["finetune"] == tokens
     assert found["run"]["shown"] == ["align", "finetune"][: 1 + bool(options)]
+
+
+def test_the_time_of_a_finetuning_has_that_of_the_answers_written_for_it():
+    """As long as a conversion that writes as many tokens, and reads a text."""
+    options = {"gpu": "h100", "gpus": 1, "repair": True, "heldout_answers": 0}
+    own, read, other = (
+        inspection(llama_3_8b(), **options | more)
+        for more in ({}, {"data": (__file__,)}, {"answer_tokens": 240 * 4 * 512})
+    )
+    writing = other["conversions"][0]["stages"][0]
+    assert writing["stage"] == "answers"
+    hours = [found["choices"][-1]["hours"] for found in (own, read)]
+    assert hours[0] - hours[1] == pytest.approx(writing["hours"])
+    assert hours[1] == read["plans"][-1]["hours"]
 
 
 def test_a_teacher_is_a_second_copy_that_runs_once():

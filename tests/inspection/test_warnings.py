@@ -142,6 +142,22 @@ def test_default_experts_are_as_large_as_llama_cpp_needs_them_and_no_larger(shap
     assert made(active=0.25, shared=0.0, first_dense_layers=0)[0] == 128  # as the paper
 
 
+@pytest.mark.parametrize("shape", [LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B])
+def test_with_the_options_advised_for_llama_cpp_a_gguf_holds_the_model(shape):
+    dense = without_weights(*shape)
+    dense.config.rope_parameters = dict(LLAMA3_ROPE["rope_parameters"])
+    found = inspection(dense.config, active=0.75, shared=None)
+    (said,) = [each for each in found["warnings"] if "llama.cpp" in each]
+    words = re.findall(r"--([a-z-]+) ([0-9.]+)", said)
+    advised = {name.replace("-", "_"): float(value) for name, value in words}
+    assert advised["shared"] == advised["first_dense_layers"] == 0
+    whole = {name: int(value) for name, value in advised.items() if name != "shared"}
+    better = inspection(dense.config, active=0.75, shared=0.0, **whole)
+    assert not [each for each in better["warnings"] if "llama.cpp" in each]
+    splits = from_record(better["granularity"])
+    assert None in [form.unsupported(dense, splits, torch.bfloat16) for form in GGUF_FORMATS[:2]]
+
+
 @pytest.mark.parametrize("family", [*FORMATS_OF, *FORMATS_OF_KIN, "gemma2", "glm4", "lfm2"])
 @pytest.mark.parametrize("changes", [{}, {"shared_size": 8}, {"first_dense_layers": 1}])
 def test_whether_a_gguf_holds_a_model_is_known_without_the_package(family, changes, tiny_dense):

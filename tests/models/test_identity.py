@@ -129,6 +129,18 @@ def test_a_dense_model_that_changed_is_no_baseline_of_its_conversion(
     assert command("evaluate", copied, **text).status == 0
 
 
+def test_a_cache_that_cannot_be_written_or_has_no_home_names_its_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+        with pytest.raises(UserError, match=r"cannot be written, but .* variable XDG_CACHE_HOME"):
+            cached_in("answers")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a name
+    with pytest.raises(UserError, match=r"no home folder.* variable XDG_CACHE_HOME"):
+        cached_in("answers")
+
+
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_a_cache_that_cannot_be_made_names_its_variable(name, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")

@@ -50,6 +50,17 @@ def test_a_penalty_on_repetition_is_that_of_transformers(dense_of, family):
     assert expected != [*free.values()], "the penalty must matter here"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_draws_are_the_same_whatever_dtype_a_program_has_made_the_default(dtype, dense):
+    how, before = Sampling(new_tokens=12), torch.get_default_dtype()
+    expected = by_number(continuations(dense.model, PROMPTS, how, ()))
+    torch.set_default_dtype(dtype)
+    try:
+        assert by_number(continuations(dense.model, PROMPTS, how, ())) == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_penalty_follows_the_rows_that_stay(dense):
     how = Sampling(temperature=0.0, new_tokens=12, repetition_penalty=1.3)
     free = by_number(continuations(dense.model, PROMPTS, how, ()))

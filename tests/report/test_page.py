@@ -98,6 +98,16 @@ def test_rows_are_called_by_what_was_done_to_the_weights(finetuned):
     assert list(RunResults(finetuned.folder).models) == ["dense", "frozen", "finetuned"]
 
 
+@pytest.mark.parametrize(("epochs", "name"), [(0, "refitted"), (2, "repaired")])
+def test_a_repair_without_training_is_called_a_refit(epochs, name, finished, tmp_path):
+    folder = finished.copied_to(tmp_path / "run").folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["config"] |= {"repair": True, "repairing": {"repair_epochs": epochs}}
+    manifest["stages"]["repair"] = manifest["stages"]["extract"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert RunResults(folder).name == name
+
+
 def test_a_table_that_is_cut_on_a_phone_names_the_column_of_each_cell(page):
     tables, heads = [], []
     for tag, attrs in page.elements:

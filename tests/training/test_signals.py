@@ -47,6 +47,14 @@ def test_a_signal_ends_the_step_and_the_run_goes_on_bit_identical(signum, tmp_pa
     assert torch.equal(resumed.weight, trained(tmp_path / "whole").weight)
 
 
+def test_a_handler_that_is_not_pythons_is_left_alone(tmp_path, monkeypatch, capsys):
+    """Python does not tell it, as where a library in C has set one."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    assert trained(tmp_path) is not None
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("dotmoe")
+
+
 def test_a_second_sigint_interrupts_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path, {2: stopped_by(signal.SIGINT, signal.SIGINT)})

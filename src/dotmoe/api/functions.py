@@ -8,7 +8,7 @@ import inspect as signatures
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +33,7 @@ from dotmoe.common.options import (
     marked_fields,
     require_effect,
 )
+from dotmoe.common.precision import torch_as_usual
 from dotmoe.common.progress import Progress, warnings_once
 from dotmoe.measure.bench import bench as bench_by
 from dotmoe.measure.bench import table as bench_table
@@ -338,13 +339,16 @@ def _called(
 ) -> Iterator[tuple[Any, Progress]]:
     """The checked config of a call, and what shows its progress.
 
-    Within this context each warning comes once, and errors name options as Python has them. What
-    was written for a call that began no run is removed.
+    Within this context torch is as in a new process, each warning comes once, and errors name
+    options as Python has them. What was written for a call that began no run is removed.
     """
     if not isinstance(progress, bool):
         raise UserError(f"progress is {progress!r}, but it must be True or False.")
     bars = Progress(quiet=not progress)
-    with quiet_transformers(), warnings_once(), TemporaryDirectory(prefix="dotmoe-") as temporary:
+    with ExitStack() as work:
+        for context in (torch_as_usual(), quiet_transformers(), warnings_once()):
+            work.enter_context(context)
+        temporary = work.enter_context(TemporaryDirectory(prefix="dotmoe-"))
         inputs = Inputs(Path(temporary) / INPUTS)
         try:
             if command not in COMMANDS or not COMMANDS[command].is_shared:
@@ -431,7 +435,7 @@ class Call:
     def config(self, inputs: Inputs | None) -> Any:
         """The checked config; without `inputs`, with names in the place of what is in memory."""
         values = {**self.arguments, **self.given}
-        if self.command == "evaluate" and isinstance(self.tokenizer, str | os.PathLike):
+        if self._names_tokenizer:
             values["tokenizer"] = self.tokenizer
         options = {option.name for option in options_of(self.cls)}
         for name in _MODELS:
@@ -454,8 +458,14 @@ class Call:
         if self.command == "inspect":
             return inputs.config_folder(model)
         is_named = isinstance(model, str | os.PathLike)
-        tokenizer = None if is_named and self._has_loaded_model else self.tokenizer
+        is_anothers = self._has_loaded_model or self._names_tokenizer
+        tokenizer = None if is_named and is_anothers else self.tokenizer
         return inputs.model_folder(model, tokenizer)
+
+    @property
+    def _names_tokenizer(self) -> bool:
+        """Whether the tokenizer is an option of the command, which names one."""
+        return self.command == "evaluate" and isinstance(self.tokenizer, str | os.PathLike)
 
     @property
     def _has_loaded_model(self) -> bool:

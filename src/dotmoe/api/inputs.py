@@ -13,6 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Inputs:
         its own and in memory, or whose tokenizer is not given.
         """
         if isinstance(model, str | os.PathLike):
-            if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
+            if tokenizer is not None:
                 raise UserError(
                     f"tokenizer is given, but model is {os.fspath(model)!r}, which has its own. "
                     "Leave tokenizer out, or give the loaded model."
@@ -140,7 +141,7 @@ class Inputs:
             if path.name not in known:
                 remove(path)
         for folder in (self.folder, out):
-            if folder.is_dir() and not any(folder.iterdir()):
+            with suppress(OSError):  # it is not empty, or a link or a place where a disk is mounted
                 folder.rmdir()
 
     def without_paths(self, message: str) -> str:

@@ -18,7 +18,7 @@ class Command(NamedTuple):
 
 
 _TEXT = ("data", "eval-text", "seq-len")
-_SPLIT = ("active", "keep", "shared", "first-dense-layers")
+_SPLIT = ("active", "shared", "first-dense-layers")
 _START = ("recipe", "config")
 _MACHINE = ("dtype", "device")
 _OF_CONVERSIONS = (
@@ -49,7 +49,17 @@ COMMANDS = {
     ),
     "convert": Command(
         "Turn a dense checkpoint into an MoE checkpoint.",
-        common=("data", *_SPLIT, *_START, *_MACHINE, "time", "eval-text", "format", "method"),
+        common=(
+            "data",
+            *_SPLIT,
+            "keep",
+            *_START,
+            *_MACHINE,
+            "time",
+            "eval-text",
+            "format",
+            "method",
+        ),
         is_shared=True,
         recipes="convert",
         notes=_OF_CONVERSIONS,
@@ -99,15 +109,18 @@ COMMANDS = {
     "export": Command(
         "Write a finished run in another format or with another k.",
         notes=(
-            "glm4_moe: runs in Transformers, vLLM, SGLang; k can be edited.",
-            "mixtral: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k is fixed.",
-            "qwen3_moe: runs in Transformers, vLLM, SGLang, llama.cpp's converter; k is fixed.",
-            "qwen3_5_moe_text: runs in Transformers; k is fixed.",
-            "granitemoe: runs in Transformers, vLLM, SGLang; k is fixed.",
-            "flex_olmo: runs in Transformers, vLLM, SGLang; k is fixed.",
+            "--active-experts sets k, the routed experts of a token without the shared one, in "
+            "every format. Finished files take another k when they are loaded only as glm4_moe, "
+            "and as dotmoe if FFNs or heads alone are split.",
+            "glm4_moe: runs in Transformers, vLLM, SGLang.",
+            "mixtral: runs in Transformers, vLLM, SGLang, llama.cpp's converter.",
+            "qwen3_moe: runs in Transformers, vLLM, SGLang, llama.cpp's converter.",
+            "qwen3_5_moe_text: runs in Transformers.",
+            "granitemoe: runs in Transformers, vLLM, SGLang.",
+            "flex_olmo: runs in Transformers, vLLM, SGLang.",
             "dotmoe: runs in Transformers (trust_remote_code=True), vLLM (--trust-remote-code "
-            "--enforce-eager); k can be edited.",
-            "gguf: for llama.cpp, gguf_glm4moe (gates exactly 1) or gguf_llama; k can be edited.",
+            "--enforce-eager).",
+            "gguf: for llama.cpp, gguf_glm4moe (gates exactly 1) or gguf_llama.",
         ),
     ),
     "evaluate": Command(

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,21 @@ class DamagedError(UserError):
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to disk."""
+    """Force the content of a file to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_names(folder: Path) -> None:
+    """Force the names in a folder to disk where that can be done.
+
+    Some file systems cannot, and a folder that cannot be listed cannot be opened.
+    """
+    with suppress(OSError):
+        sync(folder)
 
 
 def set_usual_mode(path: Path) -> None:
@@ -104,7 +113,7 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    sync_names(path.parent)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -210,6 +219,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
     Another one gets a `UserError`. A new folder is removed if nothing was written to it.
     """
+    was_there = folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / LOCK
     refusal = (
@@ -222,8 +232,9 @@ def alone_in(folder: Path) -> Iterator[None]:
             finally:
                 lock.unlink(missing_ok=True)
     finally:
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        if not was_there:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def require_place_for_weights(out: Path) -> None:
@@ -231,6 +242,10 @@ def require_place_for_weights(out: Path) -> None:
 
     Refuse a name that is not UTF-8 too: safetensors cannot open files there.
     """
+    if "\0" in str(out):
+        raise UserError(
+            f"{str(out)!r} has a NUL character, which no name of a file has. Remove it."
+        )
     place = os.fsencode(out.resolve())
     try:
         place.decode("utf-8")
@@ -286,7 +301,9 @@ def complete_folder(out: Path) -> Iterator[Path]:
             for path in (*partial.rglob("*"), partial):
                 if path.is_file():
                     set_usual_mode(path)
-                sync(path)
+                    sync(path)
+                else:
+                    sync_names(path)
             _become(out, partial)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -297,7 +314,6 @@ def _become(out: Path, partial: Path) -> None:
     """Rename a finished folder to `out`, or to a free name beside it if `out` is not free."""
     try:
         partial.rename(out)  # an empty folder gives way
-        sync(out.parent)
     except OSError as error:
         if not out.exists():
             raise
@@ -308,6 +324,7 @@ def _become(out: Path, partial: Path) -> None:
             f"{out} was made by something else meanwhile. What was to be written there is "
             f"finished, and kept as {kept}."
         ) from error
+    sync_names(out.parent)
 
 
 def remove(path: Path) -> None:

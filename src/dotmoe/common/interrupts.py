@@ -61,7 +61,8 @@ def interrupts_kept() -> Iterator[None]:
             timer.cancel()
         sys.unraisablehook = before_hook
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # else no handler of Python's, so none that it can set again
+                signal.signal(number, handler)
         _pending.clear()
 
 

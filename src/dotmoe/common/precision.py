@@ -17,10 +17,32 @@ def in_float32() -> Iterator[None]:
     A user or a library may have allowed these for the whole process. Also decorates functions.
     """
     with _products("highest"), ExitStack() as changed:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                changed.enter_context(torch.autocast(device, enabled=False))
+        _leave_autocast(changed)
         yield
+
+
+@contextmanager
+def torch_as_usual() -> Iterator[None]:
+    """Within this context, torch is as in a new process, whatever a program has set.
+
+    New tensors are float32 and on the CPU, gradients are recorded, and there is no autocast.
+    """
+    with ExitStack() as changed:
+        changed.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        changed.enter_context(torch.inference_mode(False))
+        changed.enter_context(torch.enable_grad())
+        if torch.get_default_device().type != "cpu":
+            changed.enter_context(torch.device("cpu"))
+        _leave_autocast(changed)
+        yield
+
+
+def _leave_autocast(changed: ExitStack) -> None:
+    """Switch autocast off until the stack is closed."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            changed.enter_context(torch.autocast(device, enabled=False))
 
 
 @in_float32()

@@ -235,9 +235,13 @@ class Finetuning(Objective):
         size = sum(matrix.numel() for matrix in matrices)
         return 0.002 * float(full_tensor(get_total_norm(matrices))) / math.sqrt(size)
 
-    def losses(self, tokens_BT: Tensor, counted_P: Tensor | None = None) -> dict[str, Tensor]:
+    def losses(
+        self, tokens_BT: Tensor, counted_P: Tensor | None = None, weight: float = 1.0
+    ) -> dict[str, Tensor]:
         """See `Objective`; one student call, so that FSDP gathers embedding and head only once."""
-        losses: dict[str, Tensor] = self.model(partial(super().losses, tokens_BT, counted_P))
+        losses: dict[str, Tensor] = self.model(
+            partial(super().losses, tokens_BT, counted_P, weight)
+        )
         return losses
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:

@@ -96,8 +96,9 @@ class Objective:
     def accumulate_gradients(self, step: int) -> Metrics:
         """Compute the gradient of eq:total_loss over one batch; return its losses and metrics.
 
-        Gradient and losses are means over the micro-batches of all ranks, weighted by sequences:
-        equal on any number of ranks with the same micro-batches, up to the order of summation.
+        KL and cross-entropy are means over the counted positions of the batch, losses of routers
+        means over the micro-batches of all ranks, weighted by sequences: equal on any number of
+        ranks with the same micro-batches, up to the order of summation.
         """
         size = self.config.batch_size
         metrics = self.begin(step)
@@ -105,12 +106,16 @@ class Objective:
         batch = blocks.batch(step, size, seed, rank(), num_ranks()).to(self.dense.device)
         is_answer = blocks.answers_in_batch(step, size, seed, rank(), num_ranks())
         is_counted = predicts_answers(is_answer, batch)
+        num_counted = self._num_counted(step)
         sums: dict[str, Tensor] = {}
         micro = self.config.micro_batch_size
         parts = list(zip(torch.split(batch, micro), torch.split(is_counted, micro), strict=True))
         for number, (rows, is_counted_rows) in enumerate(parts, 1):
             share = len(rows) / size
-            losses = self.losses(rows, places_of(is_counted_rows, rows.device))
+            weight = 1.0
+            if num_counted:
+                weight = int(is_counted_rows.sum()) / num_counted / share
+            losses = self.losses(rows, places_of(is_counted_rows, rows.device), weight)
             self.differentiate(losses["loss"] * share, is_last=number == len(parts))
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0.0) + share * value.detach()
@@ -120,11 +125,21 @@ class Objective:
         values = torch.cat([*(value.float().view(1) for value in metrics.values()), summed])
         return dict(zip([*metrics, *sums], values.tolist(), strict=True))
 
-    def losses(self, tokens_BT: Tensor, counted_P: Tensor | None = None) -> dict[str, Tensor]:
+    def _num_counted(self, step: int) -> int:
+        """Positions of the batch of all ranks that predict an answer's token; 0 without marks."""
+        is_answer_BT = self.blocks.answers_in_batch(step, self.config.batch_size, self.seed)
+        if is_answer_BT is None:
+            return 0
+        return int(predicts_answers(is_answer_BT, is_answer_BT).sum())
+
+    def losses(
+        self, tokens_BT: Tensor, counted_P: Tensor | None = None, weight: float = 1.0
+    ) -> dict[str, Tensor]:
         """eq:total_loss of a micro-batch (`loss`) and its terms; router losses sum over targets.
 
         KL and cross-entropy are means over the positions `counted_P`, numbered from 0 over all
-        rows; None: over all positions.
+        rows; None: over all positions. `weight` is a factor of both: it makes them, by the share of
+        its sequences, the micro-batch's part of the mean over the batch.
         This is the one place that says what is learned. The teacher does not run if there is
         nothing to learn from it, because `kl_weight` is 0.
         """
@@ -150,6 +165,7 @@ class Objective:
                 kl_weight=config.kl_weight,
                 ce_weight=config.ce_weight,
             )
+        total, kl, ce = weight * total, weight * kl, weight * ce
         of_routers = routers()
         for name, loss in of_routers.items():
             total = total + config.router_weights[name] * loss

@@ -178,7 +178,8 @@ def soft_top_k(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Te
         S = sigmoid(L - theta_t)   with theta_t such that   sum_e S[t, e] = k
 
     This is entropic transport of k units over E experts of capacity 1. Entries are in (0, 1), all
-    ones at k = E; each row sums to k within 1e-4. Logits are float32 or float64.
+    ones at k = E; each row sums to k within 1e-4, for logits below 100. Logits are float32 or
+    float64.
 
     Gradient:
         Implicit in theta: with w = S (1 - S), `dL = w * (g - sum(w g) / sum(w))`.

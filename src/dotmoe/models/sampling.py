@@ -209,7 +209,9 @@ class _Batch:
             return logits_BV.argmax(dim=1)
         top_k = min(self._how.top_k, logits_BV.shape[1])
         logit_BK, token_BK = logits_BV.topk(top_k, dim=1)
-        draws = [torch.rand(top_k, generator=self._generators[row.number]) for row in self.rows]
+        generators = [self._generators[row.number] for row in self.rows]
+        # float32 whatever torch's default is: bfloat16 has a thousand values between 0 and 1.
+        draws = [torch.rand(top_k, generator=each, dtype=torch.float32) for each in generators]
         noise_BK = -(-torch.stack(draws).clamp_min(1e-30).log()).log()
         score_BK = logit_BK / self._how.temperature + noise_BK.to(self._device)
         return token_BK.gather(1, score_BK.argmax(dim=1, keepdim=True))[:, 0]

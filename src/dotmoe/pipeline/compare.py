@@ -19,6 +19,7 @@ from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.common.tables import to_markdown, without_html
 from dotmoe.export.parameters import active_at
+from dotmoe.export.write import export_dtype
 from dotmoe.method.granularity import Granularity, from_record
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.chat import has_chats
@@ -32,7 +33,7 @@ from dotmoe.pipeline.prune import budget_of, prune
 from dotmoe.pipeline.rows import Measured, Row, on_answers, table
 from dotmoe.rivals.pruning import require
 from dotmoe.run.config import CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
-from dotmoe.run.defaults import with_sources
+from dotmoe.run.defaults import with_size, with_sources
 from dotmoe.run.folder import OtherRunError, RunFolder
 from dotmoe.run.provenance import provenance
 from dotmoe.text.questions import asks_by_name
@@ -59,7 +60,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
             f"but targets is {config.experts.targets}. Leave one of the two out."
         )
     dense = describe_dense(config.model)
-    config = with_sources(config, is_chat=has_chats(dense.tokenizer))
+    config = with_one_size(with_sources(config, is_chat=has_chats(dense.tokenizer)), dense)
     seq_len = min(config.data.seq_len, dense.widths.context)
     read = _in_blocks(config.calibration_tokens(dense.widths.model), seq_len)
     if config.repair:
@@ -77,6 +78,16 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         write_json(path.with_suffix(".json"), summary)
         write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
     return summary
+
+
+def with_one_size(config: CompareConfig, dense: DenseModel) -> CompareConfig:
+    """The config with the size of experts that every method has.
+
+    A method without a shared expert would take another by default, and so run fewer neurons.
+    """
+    dtype = export_dtype(dense, config.export)
+    experts = with_size(config.experts, dense, config.export.format, dtype)
+    return replace(config, experts=experts)
 
 
 def _suitable_points(

@@ -63,6 +63,7 @@ from dotmoe.text.config import SELF, AnswersConfig
 from dotmoe.text.questions import asks_by_name
 from dotmoe.text.sources import fingerprints_of
 from dotmoe.text.tokenise import (
+    MOST_OWN_TOKENS,
     NO_ANSWERS,
     OTHER,
     TokenisedText,
@@ -75,9 +76,6 @@ from dotmoe.training.folder import OnStep
 
 _ROUND_OF_FINETUNING = 500
 """Rounds of own answers from here on are for a finetuning, which reads other ones."""
-_MOST_OWN_TOKENS = 10_000_000
-"""Most own answers that are written without being asked for: with more, the model would write for
-days what the recipes of the paper read."""
 CHANCE_TOKENS = 256
 CHANCE_SHARE = 0.9
 """Share of the loss of equal chances, log(vocabulary), from which a model has learned nothing: of a
@@ -162,7 +160,7 @@ class Run:
         asked_for = how.answer_tokens or own_tokens_for(
             data, tokens, config.eval_tokens, has_heldout=has_heldout
         )
-        if how.answer_tokens is None and asks_by_name(data) and asked_for > _MOST_OWN_TOKENS:
+        if how.answer_tokens is None and asks_by_name(data) and asked_for > MOST_OWN_TOKENS:
             raise UserError(
                 f"the model would write {asked_for:,} tokens itself. Name a text to read: --data "
                 "FILE; or say how many tokens it writes: --answer-tokens N."

@@ -53,4 +53,5 @@ class BaselineConfig:
     router_steps: Annotated[int, at_least(0)] = 0
     """Alignment steps that train a baseline's router while its experts stay fixed; 0: none."""
     lte_steps: Annotated[int, at_least(1)] = 100
-    """Number of steps, of 1,024 calibration tokens each, that train LTE's gates; for lte only."""
+    """Number of steps that train LTE's gates, of 1,024 calibration tokens or one sequence each; for
+    lte only."""

@@ -1,5 +1,6 @@
 """Configs of whole runs, made up of the configs of their stages; rules across stages; recipes."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -114,7 +115,7 @@ class FinetuneRunConfig:
 
     def check_together(self) -> None:
         """Refuse options for reading a text if no text is named, and RUN as OUT."""
-        if self.run and self.run == self.out:
+        if self.run and os.path.realpath(self.run) == os.path.realpath(self.out):
             raise UserError(f"RUN and OUT are both {self.run}. Name a new folder as OUT.")
         if not self.data.data and self.data != DataConfig(seq_len=self.data.seq_len):
             raise UserError(
@@ -163,7 +164,8 @@ class CompareConfig(RunConfig):
     """Steps of finetuning after every conversion, on the same batches for all, from the repaired
     weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
     finetune_recipe: Literal["default", "paper", "sft", "small"] = "default"
-    """Recipe of `dotmoe finetune` that gives all other settings of this finetuning."""
+    """Recipe of `dotmoe finetune` that gives all other settings of this finetuning but the length
+    of its sequences, which is that of the comparison."""
     seeds: tuple[Annotated[int, at_least(0)], ...] = ()
     """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
     `seed` alone."""

@@ -134,7 +134,7 @@ class RunFolder:
         return self._manifest
 
     def _with_inputs_here(self, values: Any) -> Any:
-        """Values with paths of inputs in this folder, where it is now if it was moved."""
+        """Values with paths of inputs in this folder, where it is now if it was moved or copied."""
         if isinstance(values, dict):
             return {name: self._with_inputs_here(each) for name, each in values.items()}
         if isinstance(values, list):
@@ -142,7 +142,7 @@ class RunFolder:
         if not isinstance(values, str) or Path(values).parent.name != INPUTS:
             return values
         here = self.path.absolute() / INPUTS / Path(values).name
-        return str(here) if here.exists() and not os.path.exists(values) else values
+        return str(here) if here.exists() else values  # its name has a hash of what it holds
 
     def config(self, cls: type[Config]) -> Config:
         """The config of the run; refused if another command made the run."""

@@ -31,6 +31,9 @@ _BOILERPLATE = 0.01
 _TEXT_NAMES = {"training": "training text", "heldout": "held-out text"}
 NO_ANSWERS = OwnAnswers()
 """Of a run that asks nothing."""
+MOST_OWN_TOKENS = 10_000_000
+"""Most own answers that are written without being asked for: with more, the model would write for
+days what the recipes of the paper read."""
 HELDOUT_FILES = (_HELDOUT, _RECORD)
 """Files in the stage's folder that hold and describe the held-out text."""
 

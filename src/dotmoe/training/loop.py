@@ -234,4 +234,5 @@ def stop_requests() -> Iterator[list[int]]:
         yield received
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            if handler is not None:  # else no handler of Python's, so none that it can set again
+                signal.signal(number, handler)

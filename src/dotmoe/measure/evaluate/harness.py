@@ -1,6 +1,7 @@
 """Calls of lm-evaluation-harness: benchmark tasks with its own runner and definitions."""
 
 import logging
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,8 +41,23 @@ def require_harness() -> str:
 
 
 @contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Within this context, random numbers of the process may be seeded anew."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()  # noqa: NPY002 - the harness seeds the numbers of the process
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+@contextmanager
 def quiet_harness() -> Iterator[None]:
     """Within this context, the harness prints nothing to stdout, and only errors are logged.
+
+    It seeds all random numbers of the process; these go on afterwards as if it had not.
 
     `CodeEval` runs programs that models write. Git is not asked: it complains where it has none.
     """
@@ -54,13 +71,17 @@ def quiet_harness() -> Iterator[None]:
     def metric(name: str, *options: Any, **named: Any) -> Any:
         return CodeEval() if name == "code_eval" else load(name, *options, **named)
 
+    had_bars, disabled = not datasets.are_progress_bars_disabled(), logging.root.manager.disable
     datasets.disable_progress_bars()
-    logging.disable(logging.WARNING)
+    logging.disable(max(disabled, logging.WARNING))
     try:
-        with git, redirect_stdout(sys.stderr), patch.object(evaluate, "load", metric):
+        own_metric = patch.object(evaluate, "load", metric)
+        with git, redirect_stdout(sys.stderr), own_metric, _random_numbers_kept():
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
+        if had_bars:
+            datasets.enable_progress_bars()
 
 
 def loaded_tasks(

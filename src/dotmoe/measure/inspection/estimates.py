@@ -31,7 +31,7 @@ from dotmoe.measure.inspection.planner import plan_step
 from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
 from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
-from dotmoe.method.granularity import to_record
+from dotmoe.method.granularity import Granularity, fitting_sizes, to_record
 from dotmoe.models.chat import states_chats
 from dotmoe.models.checkpoint import Tensors, dtype_name, require_checkpoint
 from dotmoe.models.config import is_gguf
@@ -42,9 +42,12 @@ from dotmoe.models.meta_model import meta_model
 from dotmoe.models.read_config import dense_config
 from dotmoe.run.config import RunConfig
 from dotmoe.run.defaults import splits_for, with_defaults, with_sources
+from dotmoe.text.questions import asks_by_name
 from dotmoe.text.tokenise import require_sources
 
 AnyConversion = TypeVar("AnyConversion", bound=RunConfig)
+_ALIGNED = 64
+"""Expert sizes that are multiples of it suit kernels of GPUs, and llama.cpp's quantisation."""
 _HOURS = {"s": 1 / 3_600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 """Hours of the units of a duration."""
 
@@ -190,7 +193,8 @@ def _choices(
 ) -> list[dict[str, Any]]:
     """Commands to choose from on a machine, with hours: a conversion by each repair, a finetuning.
 
-    `plans` are those of the trainings on the machine. Empty if nothing is to be repaired.
+    `plans` are those of the trainings on the machine. The hours of a finetuning are those of its
+    training and of the answers that the model writes for it. Empty if nothing is to be repaired.
     """
     if not options.repair:
         return []
@@ -200,19 +204,22 @@ def _choices(
         for name, choice in stages.repaired()
     ]
     if "finetune" in plans:
-        hours = plans["finetune"]["hours"]
-        choices.append({"command": _finetune_command(options), "hours": hours})
+        writing, training = stages.finetuning_writes_for(machine), plans["finetune"]["hours"]
+        hours = None if writing is None or training is None else writing + training
+        choices.append({"command": _finetune_command(options, stages), "hours": hours})
     return choices
 
 
-def _finetune_command(options: InspectConfig) -> str:
-    """The finetuning that is planned, with the options that are given for it."""
+def _finetune_command(options: InspectConfig, stages: Stages) -> str:
+    """The finetuning that is planned, with the options that are given or needed for it."""
     given = {
         "recipe": options.finetune_recipe,
         "train": options.train,
         "steps": options.finetune_steps,
     }
     words = [f"--{name} {value}" for name, value in given.items() if value]
+    if asks_by_name(options.data) and not stages.finetuning_writes():
+        words.append("--data FILE")
     return " ".join(["finetune OUT OUT2", *words])
 
 
@@ -339,10 +346,10 @@ def _warnings(sized: _Sized[InspectConfig]) -> list[str]:
     ]
     if sizes.split.active_fraction == 1:
         sentences.append(ALL_RUN)
-    if sizes.split.target == "ffn" and size % 64 > 0:
+    if sizes.split.target == "ffn" and size % _ALIGNED > 0:
         sentences.append(
-            f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
-            "llama.cpp quantises down_proj in multiples of 32 only."
+            f"Experts have {size} neurons, not a multiple of {_ALIGNED}: GPU kernels pad or slow "
+            "down, and llama.cpp quantises down_proj in multiples of 32 only."
         )
     if sized.form is not None:
         lowered = context_note(sized.dense, sizes.splits, sized.form, sizes.written)
@@ -393,9 +400,25 @@ def _warnings_of_llama_cpp(sized: _Sized[InspectConfig]) -> list[str]:
     if most != 0 or has_own_code:
         return []
     plain = replace(split, shared_size=0, first_dense_layers=0)
-    if room_in_llama_cpp(sized.dense, (plain, *splits[1:])) <= 0:
+    most = room_in_llama_cpp(sized.dense, (plain, *splits[1:]))
+    if most <= 0:
         return []
+    options = "--shared 0 --first-dense-layers 0"
+    if size := _size_for_llama_cpp(split, most):
+        options += f" --expert-size {size}"
     return [
         "No GGUF format holds this model with a shared expert or leading dense layers. For "
-        "llama.cpp give --shared 0 and --first-dense-layers 0."
+        f"llama.cpp give {options}."
     ]
+
+
+def _size_for_llama_cpp(split: Granularity, most: int) -> int | None:
+    """The smallest expert size at which the same share is at most so many experts, none shared.
+
+    None if the own size is such a one, or no size is.
+    """
+    active = split.active_fraction * split.units
+    if round(active / split.expert_size) <= most:
+        return None
+    sizes = [size for size in fitting_sizes(split.units) if size % _ALIGNED == 0]
+    return next((size for size in sizes if round(active / size) <= most), None)

@@ -31,9 +31,10 @@ from dotmoe.method.config import RepairConfig
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.load import LARGEST_SHARE
 from dotmoe.run.config import RunConfig, finetune_recipe
-from dotmoe.text.expected import expected_writing
+from dotmoe.text.config import AnswersConfig
+from dotmoe.text.expected import Writing, expected_writing
 from dotmoe.text.questions import asks_by_name
-from dotmoe.text.tokenise import own_tokens_for, text_beside, tokens_to_read
+from dotmoe.text.tokenise import MOST_OWN_TOKENS, own_tokens_for, text_beside, tokens_to_read
 
 ANSWER_BYTES = 10
 """Bytes of a file of answers for each token: the text, and the token's id."""
@@ -127,6 +128,19 @@ class Stages:
             steps = config.finetune_steps or tuning.finetune.steps
             trainings["finetune"] = step, steps * step.tokens
         return trainings
+
+    def finetuning_writes(self) -> tuple[Writing, ...]:
+        """What the model writes for the finetuning that is planned; nothing if it is given text."""
+        _, tokens = self.trainings()["finetune"]
+        if tokens > MOST_OWN_TOKENS:
+            return ()
+        how = AnswersConfig(heldout_answers=0)  # the conversion has written those
+        return expected_writing(self.config.data, how, tokens, is_chat=self.is_chat)
+
+    def finetuning_writes_for(self, machine: Accelerator) -> float | None:
+        """Hours in which the model writes the text of that finetuning on a machine."""
+        work = Operations(self.sizes, self.config, self.seq_len, machine)
+        return total(work.answers(self.finetuning_writes())).hours(machine)
 
     def on(self, machine: Accelerator, align: dict[str, Any] | None) -> dict[str, Any]:
         """Hours, memory and disk of each stage on a machine; `align` is the plan of an alignment.

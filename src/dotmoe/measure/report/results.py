@@ -95,7 +95,8 @@ class RunResults:
 
     def _name(self) -> str:
         if self.is_repaired:
-            return "repaired"
+            trains = self.config.get("repairing", {}).get("repair_epochs", 1) > 0
+            return "repaired" if trains else "refitted"
         if self.is_finetuned:
             return "finetuned"
         method: str = self.config.get("method", "dot_moe")

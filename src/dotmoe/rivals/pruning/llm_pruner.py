@@ -88,7 +88,9 @@ def kinds_of(dense: DenseModel) -> tuple[Kind, Kind]:
 
 
 def _kept(kind: Kind, idle: Int[Tensor, "*M"], num_neurons: int) -> Int[Tensor, "*M"]:
-    return (kind.groups * (num_neurons - idle) // num_neurons).clamp_min(1)
+    """Groups that stay, to the nearest whole one: a model has few heads, one is a large part."""
+    twice = 2 * kind.groups * (num_neurons - idle) + num_neurons
+    return (twice // (2 * num_neurons)).clamp_min(1)
 
 
 def grouped(dense: DenseModel, index: int, kind: Kind, slopes: bool = False) -> dict[str, Tensor]:
