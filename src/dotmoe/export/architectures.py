@@ -65,7 +65,7 @@ class _Glm4Moe(TransformersFormat):
 
     def exactness(self, converted: ConvertedModel) -> str:
         dtype = "" if converted.keeps_dtypes else f" as {converted.dtype_name}"
-        split = f"expert weights are copied from the dense weights{dtype}"
+        split = f"expert weights are copied{dtype}"
         return f"{split}, down projections times two (exact); {GATES}"
 
     def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class _DotMoe(TransformersFormat):
         return dense.widths.context  # it is the dense model's decoder, with all its windows
 
     def exactness(self, converted: ConvertedModel) -> str:
-        return "all weights are copied from the dense weights, and gates are 1 (exact)"
+        return "all weights are copied, and gates are 1 (exact)"
 
     def notes(self, converted: ConvertedModel) -> list[str]:
         notes = [

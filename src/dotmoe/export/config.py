@@ -39,7 +39,8 @@ class ExportConfig:
 
     format: Annotated[str, Shown("FORMAT")] = "auto"
     """Stock architecture to write: glm4_moe, mixtral, qwen3_moe, qwen3_5_moe_text,
-    granitemoe, flex_olmo, or auto: the first of these that can hold the model in its whole context.
+    granitemoe, flex_olmo, or auto: of those that hold the model the one with the longest context,
+    of equal ones the first.
     Experts made of heads, and families whose decoder no stock MoE has, need format dotmoe, which
     Transformers and vLLM's Transformers backend run, with code that the export contains.
     From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama, and gguf_dense,

@@ -98,7 +98,7 @@ class GgufFormat(Format):
         return None
 
     def exactness(self, converted: ConvertedModel) -> str:
-        return f"expert weights are the dense weights, stored as {converted.config.gguf_type}"
+        return f"expert weights are stored as {converted.config.gguf_type}"
 
     def details(self, converted: ConvertedModel) -> dict[str, Any]:
         return {
