@@ -31,6 +31,7 @@ from dotmoe.export.record import require_checksums
 from dotmoe.measure.config import BenchConfig, in_context
 from dotmoe.measure.evaluate.models import gguf_file, loaded, model_folder
 from dotmoe.models.config import LoadConfig, is_gguf
+from dotmoe.models.experts_on_cpu import use_stock
 from dotmoe.models.hooks import cached
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.run.provenance import provenance
@@ -381,6 +382,7 @@ class TransformersRunner(Runner):
         load: Any = {"dtype": dtype, "device": str(self._device)}
         stock = loaded(Path(path), LoadConfig(**load))
         self._model = model = stock.model
+        use_stock(model)
         if getattr(model.config, "head_experts_per_tok", 0):
             raise UserError(
                 f"{path} has experts of neurons and of heads, but a measurement has only one k. "

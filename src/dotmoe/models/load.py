@@ -44,6 +44,7 @@ from dotmoe.models.checkpoint import (
 )
 from dotmoe.models.config import LoadConfig, Sharding
 from dotmoe.models.dense_model import DenseModel
+from dotmoe.models.experts_on_cpu import use_all_at_once
 from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.models.meta_model import compute_constants, meta_model, num_parameters
 from dotmoe.models.on_disk import held_in_memory, on_disk
@@ -202,6 +203,7 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
                 "Choose a model of another architecture."
             )
         _take_generation_config(model, folder)
+        use_all_at_once(model)
     return model.requires_grad_(False).eval()
 
 
