@@ -381,11 +381,13 @@ def test_choices_are_what_there_is_in_the_order_of_the_table(line, names, comman
     assert re.findall(r"[\w-]+", said.partition("Expected one of")[2].partition(".")[0]) == names
 
 
-def test_help_says_where_each_format_runs(command):
+def test_help_says_where_each_format_runs_and_which_take_another_k(command):
     said = " ".join(command("export", "--help").out.split())
     for name, form in FORMATS.items():
-        editable = "can be edited" if form.active_experts_editable else "is fixed"
-        assert f"{name}: runs in {', '.join(form.servers)}; k {editable}." in said
+        assert f"{name}: runs in {', '.join(form.servers)}." in said
+    sentence = said.partition("Finished files take another k when they are loaded only")[2]
+    named = re.findall(r" as (\w+)", sentence.partition(".")[0])
+    assert named == [name for name, form in FORMATS.items() if form.active_experts_editable]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -17,10 +17,12 @@ from dotmoe.training.folder import Checkpoints
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """Where the tests were started in the background, SIGINT is ignored."""
+    """Where the tests were started in the background or by nohup, signals are ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    of_hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGHUP, of_hangup)
 
 
 def stopped_by(*signals):
