@@ -2,14 +2,19 @@
 
 import itertools
 import json
+import logging
 import math
 import os
+import random
 import re
 import shutil
 from pathlib import Path
 from statistics import fmean
 
+import datasets
+import numpy as np
 import pytest
+import torch
 from scipy.stats import sem
 
 from dotmoe.common.errors import UserError
@@ -489,6 +494,32 @@ def test_answers_are_those_that_the_harness_writes_by_itself(tiny_dense):
 def request(instance, text, stop):
     options = {"until": [stop], "max_gen_toks": 12, "do_sample": False}
     return instance("generate_until", {}, (text, options), 0)
+
+
+def test_the_harness_leaves_logging_bars_and_random_numbers_as_they_were():
+    def drawn():
+        return random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002
+
+    def seed():
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        torch.manual_seed(1)
+
+    seed()
+    expected = drawn()
+    seed()
+    datasets.enable_progress_bars()
+    logging.disable(logging.INFO)
+    try:
+        with harness.quiet_harness():
+            assert logging.root.manager.disable == logging.WARNING
+            torch.manual_seed(7)
+            drawn()
+        assert logging.root.manager.disable == logging.INFO
+    finally:
+        logging.disable(logging.NOTSET)
+    assert drawn() == expected
+    assert not datasets.are_progress_bars_disabled()
 
 
 @pytest.mark.parametrize("definition", ["cruxeval/cruxeval_input", "cruxeval/cruxeval_output"])

@@ -403,6 +403,15 @@ def test_llm_pruner_is_the_model_without_its_least_important_groups(
     assert not any(p.requires_grad or p.grad is not None for p in found.model.parameters())
 
 
+@pytest.mark.parametrize(("idle", "heads"), [(1, 2), (23, 2), (25, 1), (71, 1)])
+def test_llm_pruner_keeps_the_nearest_number_of_few_heads(idle, heads, dense_of, pruned_of):
+    """Of 96 neurons and two heads: one idle neuron does not cost half of attention."""
+    options = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    removing = int(removed_parameters(dense_of("llama", **options), torch.tensor(idle)))
+    *_, figures, _ = pruned_of("llm_pruner", removing=removing, **options)
+    assert (figures["plan"]["neurons"], figures["plan"]["heads"]) == (96 - idle, heads)
+
+
 def test_llm_pruner_finds_the_parts_of_fused_projections(pruned_of):
     dense, *_ = pruned_of("llm_pruner", "phi3")
     for layer in dense.model.model.layers:

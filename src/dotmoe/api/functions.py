@@ -8,7 +8,7 @@ import inspect as signatures
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -345,10 +345,12 @@ def _called(
     if not isinstance(progress, bool):
         raise UserError(f"progress is {progress!r}, but it must be True or False.")
     bars = Progress(quiet=not progress)
-    with ExitStack() as work:
-        for context in (torch_as_usual(), quiet_transformers(), warnings_once()):
-            work.enter_context(context)
-        temporary = work.enter_context(TemporaryDirectory(prefix="dotmoe-"))
+    with (
+        torch_as_usual(),
+        quiet_transformers(),
+        warnings_once(),
+        TemporaryDirectory(prefix="dotmoe-") as temporary,
+    ):
         inputs = Inputs(Path(temporary) / INPUTS)
         try:
             if command not in COMMANDS or not COMMANDS[command].is_shared:

@@ -83,8 +83,11 @@ def sync_names(folder: Path) -> None:
 
     Some file systems cannot, and a folder that cannot be listed cannot be opened.
     """
-    with suppress(OSError):
+    try:
         sync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 def set_usual_mode(path: Path) -> None:

@@ -15,6 +15,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 _OURS, _STOCK = "dotmoe_all_at_once", "grouped_mm"
 _LEAST_SHARE = 0.5
 """Share of the experts that run, from which on all at once are faster."""
+_NOT_PLAIN = ("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+"""What Transformers says of experts that are more than three projections stored as rows."""
 _MOST_VALUES = 1 << 25
 """Largest number of hidden values at once."""
 
@@ -32,30 +34,26 @@ def use_stock(model: Any) -> None:
         model.set_experts_implementation(_STOCK)
 
 
-def experts_forward(
-    experts: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, gate_TK: Tensor
-) -> Tensor:
+def experts_forward(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, gate_TK: Tensor) -> Tensor:
     """Weighted sum of the chosen experts' outputs, [T, D]: an implementation for Transformers."""
     if not _is_faster(experts, hidden_TD, chosen_TK):
         output_TD: Tensor = ALL_EXPERTS_FUNCTIONS[_STOCK](experts, hidden_TD, chosen_TK, gate_TK)
         return output_TD
-    module: Any = experts
-    num_experts, rows, _ = module.gate_up_proj.shape
+    num_experts, rows, _ = experts.gate_up_proj.shape
     gate_TE = hidden_TD.new_zeros(len(hidden_TD), num_experts, dtype=torch.float32)
     gate_TE.scatter_(1, chosen_TK, gate_TK.float())
     at_once = max(1, _MOST_VALUES // (num_experts * rows))
     parts = zip(torch.split(hidden_TD, at_once), torch.split(gate_TE, at_once), strict=True)
-    return torch.cat([_all_experts(module, *part) for part in parts])
+    return torch.cat([_all_experts(experts, *part) for part in parts])
 
 
 def _is_faster(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor) -> bool:
     """Whether all experts at once are possible and faster."""
-    has_more = experts.has_bias or experts.is_transposed or not experts.has_gate
-    has_more = has_more or getattr(experts, "has_post_expert_norm", False)
-    is_spread = getattr(experts, "_is_expert_parallel", False)
-    share = chosen_TK.shape[1] / len(experts.gate_up_proj) if experts.has_gate else 0.0
-    on_cpu = hidden_TD.device.type == "cpu"
-    return on_cpu and not has_more and not is_spread and share >= _LEAST_SHARE
+    if hidden_TD.device.type != "cpu" or not experts.has_gate:
+        return False
+    if any(getattr(experts, name, False) for name in _NOT_PLAIN):
+        return False
+    return chosen_TK.shape[1] >= _LEAST_SHARE * len(experts.gate_up_proj)
 
 
 def _all_experts(experts: Any, hidden_TD: Tensor, gate_TE: Tensor) -> Tensor:

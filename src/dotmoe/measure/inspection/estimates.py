@@ -204,7 +204,7 @@ def _choices(
         for name, choice in stages.repaired()
     ]
     if "finetune" in plans:
-        writing, training = stages.finetuning_writes_for(machine), plans["finetune"]["hours"]
+        writing, training = stages.hours_of_writing_to_finetune(machine), plans["finetune"]["hours"]
         hours = None if writing is None or training is None else writing + training
         choices.append({"command": _finetune_command(options, stages), "hours": hours})
     return choices

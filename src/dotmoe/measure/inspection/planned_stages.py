@@ -137,8 +137,8 @@ class Stages:
         how = AnswersConfig(heldout_answers=0)  # the conversion has written those
         return expected_writing(self.config.data, how, tokens, is_chat=self.is_chat)
 
-    def finetuning_writes_for(self, machine: Accelerator) -> float | None:
-        """Hours in which the model writes the text of that finetuning on a machine."""
+    def hours_of_writing_to_finetune(self, machine: Accelerator) -> float | None:
+        """Hours in which a machine writes the text of the finetuning that is planned."""
         work = Operations(self.sizes, self.config, self.seq_len, machine)
         return total(work.answers(self.finetuning_writes())).hours(machine)
 
