@@ -159,6 +159,14 @@ def test_what_cannot_be_measured_is_refused(models, changes, expected, pair, tin
         bench(BenchConfig(dense=dense, moe=moe, **{**SMALL, **changes}))
 
 
+def test_a_context_that_is_too_long_is_refused_before_models_are_loaded(pair, monkeypatch):
+    monkeypatch.setattr("dotmoe.measure.bench.Worker", lambda *_, **__: pytest.fail("was loaded"))
+    options = SMALL | {"context_tokens": (257,)}
+    config = BenchConfig(dense=str(pair / "dense"), moe=str(pair / "mixtral"), **options)
+    with pytest.raises(UserError, match="context_tokens"):
+        bench(config)
+
+
 def test_the_clock_that_is_asked_for_is_read(pair):
     clocks = [runner_of(pair / "dense", clock)._now for clock in ("cpu", "wall")]
     assert clocks == [time.process_time, time.perf_counter]

@@ -9,7 +9,7 @@ from speakers import CHATML, OPTIONS, stock_closeness
 from dotmoe.common.files import read_json
 from dotmoe.models.chat import has_chats, states_chats
 from dotmoe.models.load import describe_dense
-from dotmoe.text import expected, writing
+from dotmoe.text import answering, expected, writing
 from dotmoe.text.answers import num_answer_tokens, num_chat_tokens, read_answers
 from dotmoe.text.questions import own_prompts, question
 from dotmoe.text.tokenise import TokenisedText
@@ -201,6 +201,7 @@ def test_another_run_finds_the_answers_and_another_text_does_not(speaker, tmp_pa
     again = first.at(tmp_path / "again", active=0.5)
     with monkeypatch.context() as patch:
         patch.setattr(writing, "continuations", None)
+        patch.setattr(answering, "in_turn", None)  # a cache that is read-only cannot be locked
         again.made()
     name = "0_answers/fitted.jsonl"
     assert (again.folder / name).read_bytes() == (first.folder / name).read_bytes()

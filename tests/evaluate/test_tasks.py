@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import sem
+from tqdm import tqdm
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import alone_in, read_json
@@ -496,6 +497,15 @@ def request(instance, text, stop):
     return instance("generate_until", {}, (text, options), 0)
 
 
+@pytest.mark.parametrize("shows_bars", [True, False])
+def test_bars_are_shown_or_not(shows_bars, capsys):
+    with harness.quiet_harness(shows_bars=shows_bars):
+        assert list(tqdm([1, 2], disable=False)) == [1, 2]
+    assert ("100%" in capsys.readouterr().err) == shows_bars
+    assert list(tqdm([3])) == [3]
+    assert "100%" in capsys.readouterr().err
+
+
 def test_the_harness_leaves_logging_bars_and_random_numbers_as_they_were():
     def drawn():
         return random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002
@@ -511,7 +521,7 @@ def test_the_harness_leaves_logging_bars_and_random_numbers_as_they_were():
     datasets.enable_progress_bars()
     logging.disable(logging.INFO)
     try:
-        with harness.quiet_harness():
+        with harness.quiet_harness(shows_bars=True):
             assert logging.root.manager.disable == logging.WARNING
             torch.manual_seed(7)
             drawn()
@@ -528,7 +538,7 @@ def test_tasks_that_run_programs_without_limits_are_refused(definition, tmp_path
     row = {"code": "x", "input": "1", "output": "2", "question": "q", "test": "t"}
     put(tmp_path, "test.jsonl", rows=[row])
     local = {"a_task": (definition, {"test": tmp_path / "test.jsonl"})}
-    with harness.quiet_harness():
+    with harness.quiet_harness(shows_bars=True):
         message = refusal(harness.loaded_tasks, ["a_task"], local, [])
     assert message.startswith("a_task is marked by the harness as running programs")
 

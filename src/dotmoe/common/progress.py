@@ -122,6 +122,11 @@ class Progress:
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is printed."""
+        return self.console.quiet
+
     def log(self, text: str) -> None:
         """Print one line."""
         raise_pending()
@@ -137,7 +142,7 @@ class Progress:
         """
         is_shown = self.console.is_terminal
         next_line = -math.inf
-        is_in_notebook = self.console.is_jupyter and not self.console.quiet
+        is_in_notebook = self.console.is_jupyter and not self.is_quiet
         cell = _NotebookBar(title) if is_in_notebook else None
         with progress.Progress(
             *_columns(),

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os.path
 import random
 import re
 import time
@@ -29,7 +28,7 @@ from dotmoe.common.worker import Worker
 from dotmoe.export.llama_cpp import LlamaCppRuntime
 from dotmoe.export.record import require_checksums
 from dotmoe.measure.config import BenchConfig, in_context
-from dotmoe.measure.evaluate.models import gguf_file, loaded, model_folder
+from dotmoe.measure.evaluate.models import context_of, gguf_file, loaded, model_folder
 from dotmoe.models.config import LoadConfig, is_gguf
 from dotmoe.models.experts_on_cpu import use_stock
 from dotmoe.models.hooks import cached
@@ -68,7 +67,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     runtime = "llama.cpp" if in_gguf else "transformers"
     runner = LlamaRunner if in_gguf else TransformersRunner
     names = (config.dense, config.moe)
-    paths = [os.path.expanduser(name) if in_gguf else model_folder(name) for name in names]
+    paths = [expanded(name) if in_gguf else model_folder(name) for name in names]
+    _require_context(config, min(map(context_of, paths)))
     with ExitStack() as stack:
         workers = []
         for path in paths:
@@ -94,8 +94,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         "origin": "measured",
         "protocol": PROTOCOL,
         "runtime": runtime,
-        "dense": {"name": config.dense, FINGERPRINT: fingerprint(Path(paths[0])), **models[0]},
-        "moe": {"name": config.moe, FINGERPRINT: fingerprint(Path(paths[1])), **models[1]},
+        "dense": {"name": config.dense, FINGERPRINT: fingerprint(paths[0]), **models[0]},
+        "moe": {"name": config.moe, FINGERPRINT: fingerprint(paths[1]), **models[1]},
         "points": points,
         "break_even": break_even(points),
         "settings": asdict(config) | {"threads": threads, "device": device},
@@ -160,7 +160,10 @@ def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
             f"{first['embedding']}, {config.moe} {second['experts']} and {second['embedding']}. "
             "Give a dense model, then the MoE that was made from it."
         )
-    context = min(dense["context"], moe["context"])
+
+
+def _require_context(config: BenchConfig, context: int) -> None:
+    """Refuse more tokens than both models can see at once."""
     in_context("prompt_tokens", config.prompt_tokens, context, least=0)
     decoded = max(config.context_tokens, default=0) + config.decode_steps
     in_context("context_tokens + decode_steps", decoded, context)

@@ -155,16 +155,25 @@ class Answering:
         text = json.dumps([self._identity, key], sort_keys=True, ensure_ascii=False)
         name = sha256(text.encode()).hexdigest()
         path = self._cache / f"{name}.jsonl"
+        if (kept := _kept(path, read)) is not None:  # without a lock: the cache may be read-only
+            return kept
         waiting = "another process writes the same answers: they are waited for"
         with in_turn(path.with_suffix(".lock"), lambda: self._progress.log(waiting)):
+            if (kept := _kept(path, read)) is not None:
+                return kept
             if path.is_file():
-                with suppress(ValueError, KeyError, TypeError):
-                    if _is_whole(path):
-                        return read(path)
                 self._progress.log(f"{path} is damaged: it is written again")
             made = write(path)
             write_text(_checksum_of(path), sha256_of(path))
             return made
+
+
+def _kept(path: Path, read: Callable[[Path], Kept]) -> Kept | None:
+    """What a file of the cache holds; None if it is not there, or damaged."""
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        if _is_whole(path):
+            return read(path)
+    return None
 
 
 def _checksum_of(path: Path) -> Path:

@@ -5,7 +5,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,11 +53,24 @@ def _random_numbers_kept() -> Iterator[None]:
         np.random.set_state(of_numpy)  # noqa: NPY002
 
 
+def _no_bars() -> AbstractContextManager[Any]:
+    """A context in which `tqdm` shows no bars."""
+    from tqdm.std import tqdm  # the harness needs it
+
+    stock = tqdm.__init__
+
+    def disabled(bar: Any, *given: Any, **options: Any) -> None:
+        stock(bar, *given, **options | {"disable": True})
+
+    return patch.object(tqdm, "__init__", disabled)
+
+
 @contextmanager
-def quiet_harness() -> Iterator[None]:
+def quiet_harness(*, shows_bars: bool) -> Iterator[None]:
     """Within this context, the harness prints nothing to stdout, and only errors are logged.
 
-    It seeds all random numbers of the process; these go on afterwards as if it had not.
+    It shows its progress bars if `shows_bars`. It seeds all random numbers of the process; these go
+    on afterwards as if it had not.
 
     `CodeEval` runs programs that models write. Git is not asked: it complains where it has none.
     """
@@ -76,7 +89,8 @@ def quiet_harness() -> Iterator[None]:
     logging.disable(max(disabled, logging.WARNING))
     try:
         own_metric = patch.object(evaluate, "load", metric)
-        with git, redirect_stdout(sys.stderr), own_metric, _random_numbers_kept():
+        bars = nullcontext() if shows_bars else _no_bars()
+        with git, redirect_stdout(sys.stderr), own_metric, bars, _random_numbers_kept():
             yield
     finally:
         logging.disable(disabled)

@@ -54,7 +54,7 @@ def loaded(folder: Path, load: LoadConfig) -> StockModel:
 
 def context_of(path: Path) -> int:
     """Number of tokens that a model can see at once: of a checkpoint folder, or of a GGUF file."""
-    if path.is_file():
+    if is_gguf(path):
         from dotmoe.models.from_gguf import GgufFile  # an optional package
 
         return GgufFile(path).size("context_length")

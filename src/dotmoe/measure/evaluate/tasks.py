@@ -137,7 +137,8 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
         for label, own_config in _within_both(config, folders).items()
     }
     is_locked = config.out is not None  # by the caller
-    with nullcontext() if is_locked else alone_in(out), harness.quiet_harness():
+    lock = nullcontext() if is_locked else alone_in(out)
+    with lock, harness.quiet_harness(shows_bars=not progress.is_quiet):
         result = {
             label: _results_of(side, asked, load_tasks, progress) for label, side in sides.items()
         }
