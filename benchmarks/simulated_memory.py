@@ -34,7 +34,13 @@ from dotmoe.common.distributed import fsdp_mesh, mesh
 from dotmoe.common.sharded import local_part
 from dotmoe.measure.inspection.accelerators import ACCELERATORS
 from dotmoe.measure.inspection.planner import fit_to_memory
-from dotmoe.measure.inspection.sizes import Sizes, Step, gathered, repair_memory, step_memory
+from dotmoe.measure.inspection.sizes import (
+    Sizes,
+    Step,
+    gathered_parameters,
+    repair_memory,
+    step_memory,
+)
 from dotmoe.method.align import Alignment, LearnedAssignment
 from dotmoe.method.config import AlignConfig, AssignmentConfig, FinetuneConfig, RepairConfig
 from dotmoe.method.finetuning import Finetuning, Student
@@ -85,7 +91,7 @@ def planned(step: Step) -> int:
     if kind == "repair":
         items = dict(repair_memory(step.sizes, 0, step.weight_bytes))
         if step.sharded:  # rank 0 reads from disk what ranks had divided
-            items["dense weights"] = step.weight_bytes * gathered(step.sizes)
+            items["dense weights"] = step.weight_bytes * gathered_parameters(step.sizes)
         return sum(items.values())
     return sum(step_memory(step).values())
 

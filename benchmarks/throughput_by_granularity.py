@@ -29,6 +29,7 @@ from dotmoe.export.architectures import FORMATS
 from dotmoe.measure import bench
 from dotmoe.measure.bench import TransformersRunner
 from dotmoe.measure.config import BenchConfig
+from dotmoe.measure.evaluate.models import StockModel
 from dotmoe.method.config import ExpertsConfig
 from dotmoe.method.granularity import Granularity, resolve
 from dotmoe.models.config import LoadConfig
@@ -104,6 +105,11 @@ def measured_at(
     split = resolve(ExpertsConfig(experts=experts, active=settings.active), preset.shape.ffn_width)
     moe = f"moe-{experts}"
     models = {"dense": dense.model, moe: random_moe(dense, split, settings.format)}
+    context = preset.shape.context
+
+    def loaded(path: Path, load: LoadConfig) -> StockModel:
+        return StockModel(models[path.name], None, preset.dtype, context)
+
     config = BenchConfig(
         dense="dense",
         moe=moe,
@@ -118,7 +124,8 @@ def measured_at(
         seed=settings.seed,
     )
     with (
-        patch.object(bench, "load_weights", lambda path, dtype: models[path.name]),
+        patch.object(bench, "loaded", loaded),
+        patch.object(bench, "context_of", lambda path: context),
         patch.object(bench, "model_folder", Path),
         patch.object(bench, "Worker", Here),
         Progress().bar(f"{split.active_experts} of {experts} experts") as update,

@@ -58,9 +58,16 @@ _CONFIGS: dict[str, Any] = {
 _READ_FILES = {"wiki", "books", "python", "task_data"}
 """Settings that name what measures read."""
 LEFT_IN_FILES = {
-    *("per_question", "window_losses"),  # of single ones
-    *("answer_kls", "answer_tokens", "answer_ends"),
-    *("provenance", "identity", "name"),  # of each task, with paths of this machine
+    # of single questions, windows and answers
+    "per_question",
+    "window_losses",
+    "answer_kls",
+    "answer_tokens",
+    "answer_ends",
+    # of each task, with paths of this machine
+    "provenance",
+    "identity",
+    "name",
 }
 """Values that the results leave to the files of the measures."""
 
@@ -273,11 +280,11 @@ class Campaign:
 
     def _hours_of(self, row: Row, measure: Measure, hours: Expected) -> float:
         """Hours of a measure: as long as it took for other rows, else by the rates."""
-        files = self.folder.glob(f"measures/*/{measure.name}.json")
-        taken = [read_json(file)["seconds"] for file in files if file.parent.name != "dense"]
         is_dense_alone = measure.name == "answers" and row.by == "nothing"
         if is_dense_alone:
             return 0.0
+        files = self.folder.glob(f"measures/*/{measure.name}.json")
+        taken = [read_json(file)["seconds"] for file in files if file.parent.name != "dense"]
         return measured_hours(taken) or hours.measure(measure.name)
 
     def said_of_missing(self) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.distributed import fsdp_mesh
 from dotmoe.common.files import write_json
-from dotmoe.common.options import ARGUMENT
+from dotmoe.common.options import ARGUMENT, at_least
 from dotmoe.measure.config import TextConfig
 from dotmoe.measure.evaluate.models import stock_nats
 from dotmoe.measure.evaluate.perplexity import packed_text, perplexity
@@ -50,7 +50,7 @@ class Settings:
     """Folder to write."""
     text_of: Path
     """Run folder whose training text is used."""
-    points: int = 5
+    points: Annotated[int, at_least(1)] = 5
     """Number of measurements after the start, at equal distances."""
     heldout_tokens: int = 16_384
     """Tokens of held-out text to measure on."""
@@ -98,9 +98,10 @@ def main() -> None:
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         recent.append(metrics["ce"])
-        if step % (config.steps // settings.points) == 0:
+        if step % steps_between == 0:
             add_point(step, student(heldout.measured))
 
+    steps_between = max(1, config.steps // settings.points)
     add_point(0, start)
     described = found.described()
     model = meta_model(described.config, torch.float32)

@@ -81,7 +81,7 @@ class LayerByLayer(Alignment):
                     target = ffn(x_BTD)
                 error = (ffn(x_BTD) - target).float().square().mean()
                 total = total + error / target.float().square().mean()
-        of_routers, weights = routers(), self.config.router_weights
+        of_routers, weights = routers(), self.config.router_loss_weights
         loss = total + sum(weights[name] * value for name, value in of_routers.items())
         return {"loss": loss, "kl": total, "ce": total, **of_routers}
 

@@ -49,7 +49,7 @@ def test_a_template_that_says_nothing_or_refuses_is_named_where_it_is_needed(spe
     text = DataConfig(data=("a.txt",), seq_len=64)
     how = {"identity": "x", "tokens": 100, "seed": 0, "progress": Progress(quiet=True)}
     for heldout in (0, 2):  # a text needs no answers to be fitted to
-        assert own_answers(speaker, text, heldout=heldout, **how) == OwnAnswers(asked=100)
+        assert own_answers(speaker, text, heldout=heldout, **how) == OwnAnswers(wanted_tokens=100)
 
 
 def test_answers_are_chats_that_anyone_can_read_with_the_ids_as_drawn(speaker, tmp_path):

@@ -33,7 +33,7 @@ from dotmoe.measure.evaluate.tasks import (
     local_files,
     mark_main,
     mean_of,
-    of_model,
+    summary_of_model,
 )
 from dotmoe.models.config import LoadConfig
 from dotmoe.models.identity import fingerprint
@@ -346,11 +346,11 @@ def test_an_average_is_that_of_the_papers_table_whatever_else_was_measured(table
         mark_main(found, task)
         results.append({"task": task, "scores": found})
     asked = [result for result in results if result["task"] in SETS[table]]
-    mean = of_model("llama", results)["averages"][table]
-    assert mean == of_model("llama", asked)["averages"][table]
+    mean = summary_of_model("llama", results)["averages"][table]
+    assert mean == summary_of_model("llama", asked)["averages"][table]
     assert 100 * mean["value"] == pytest.approx(average, abs=0.051)
     assert mean["stderr"] == pytest.approx(0.01 / len(printed) ** 0.5)
-    assert table not in of_model("llama", asked[1:])["averages"]
+    assert table not in summary_of_model("llama", asked[1:])["averages"]
 
 
 def test_a_mean_of_scores_with_an_unknown_error_has_none():

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from dotmoe.method.layout import DROPPED
 from dotmoe.method.masked import masked_by
-from dotmoe.models.hooks import cached
+from dotmoe.models.hooks import cache_arguments
 
 
 def logits_of(model, tokens_BT):
@@ -25,7 +25,7 @@ def without_last(layout, number):
 
 def step_by_step(model, tokens_BT, prompt=9):
     """Logits of a model that reads a prompt, then one token at a time with its KV cache."""
-    options = cached(DynamicCache(config=model.config))
+    options = cache_arguments(DynamicCache(config=model.config))
     found = []
     for start, end in pairwise((0, *range(prompt, tokens_BT.shape[1] + 1))):
         with torch.no_grad():

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as cuts
 from transformers import PreTrainedTokenizerFast
 
+from dotmoe.export.gguf_tokenizer import RULES, tokenizer_keys, tokenizer_name
 from dotmoe.export.llama_cpp import LlamaCppModel
-from dotmoe.export.tokenizer import RULES, tokenizer_keys, tokenizer_name
 from runs import loaded
 
 CORPUS = [

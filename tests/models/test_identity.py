@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import sha256_of
 from dotmoe.models import identity
-from dotmoe.models.identity import cached_in, content_of, fingerprint
+from dotmoe.models.identity import cached_in, cached_sha256, fingerprint
 from runs import TINY_CONVERT, TINY_FINETUNE, TinyRun, put_into, rewritten, words
 
 WIDE = {"hidden_size": 64, "intermediate_size": 2048, "num_hidden_layers": 3}
@@ -73,16 +73,16 @@ def test_a_large_file_is_read_once_until_it_changes(tmp_path, monkeypatch):
         file.write_bytes(content)
         os.utime(file, ns=(now, now))  # as a copy that keeps times leaves them
         for _ in range(2):
-            assert content_of(file) == sha256_of(file)
+            assert cached_sha256(file) == sha256_of(file)
         assert read == [file] * 2, "what changed just now may change again within its time"
         monkeypatch.setattr(identity, "_SETTLED_NS", -1)
         for _ in range(2):
-            assert content_of(file) == sha256_of(file)
+            assert cached_sha256(file) == sha256_of(file)
         assert read == [file] * 3
         monkeypatch.setattr(identity, "_SETTLED_NS", 10**12)
         read.clear()
     (tmp_path / "cache/dotmoe/fingerprints").chmod(0o500)
-    assert content_of(file) == sha256_of(file)
+    assert cached_sha256(file) == sha256_of(file)
 
 
 def test_a_model_that_changed_after_a_conversion_is_refused(wide, text_file, command, tmp_path):

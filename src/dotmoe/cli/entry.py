@@ -30,6 +30,7 @@ def main() -> None:
         options = ctypes.CDLL(None)
         options.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: reuse freed blocks of up to 32 MiB
         options.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB of them
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after `run`: torchrun sends it to exiting ranks
     status = run(sys.argv[1:])
     try:
         sys.stdout.flush()
@@ -37,7 +38,6 @@ def main() -> None:
         _fail(message_of(error) or str(error))
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = status or UserError.exit_code
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to exiting ranks
     sys.exit(status)
 
 

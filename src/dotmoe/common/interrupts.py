@@ -17,6 +17,7 @@ from typing import Any
 from dotmoe.common.errors import Interrupted
 
 _AGAIN_S = 0.05
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _pending = list[int]()
 
 
@@ -47,11 +48,11 @@ def interrupts_kept() -> Iterator[None]:
         timers[-1].start()
 
     before_hook, sys.unraisablehook = sys.unraisablehook, swallowed
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     _pending.clear()
-    signal.signal(signal.SIGTERM, _handle)
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
+        stays_ignored = handler is signal.SIG_IGN and number != signal.SIGTERM
+        if not stays_ignored:
             signal.signal(number, _handle)
     try:
         yield

@@ -349,13 +349,9 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
             hint = nearest(name, kinds) or " Leave it out, or name another file."
             raise UserError(f"{name} in {place} is no option.{hint}")
         values[name] = _value_of(kinds[name], value, name, place)
-    for field in fields(cls):  # type: ignore[arg-type]
-        is_optional = (
-            field.default is not dataclasses.MISSING
-            or field.default_factory is not dataclasses.MISSING
-        )
-        if not is_optional and field.name not in values:
-            raise UserError(f"{place} lacks {field.name}, which has no default. Add it.")
+    for name, default in defaults_of(cls, None).items():
+        if default is REQUIRED and name not in values:
+            raise UserError(f"{place} lacks {name}, which has no default. Add it.")
     return cls(**values)
 
 

@@ -19,6 +19,10 @@ _LONGEST_S = 1e9
 """Longest time left that is shown, some thirty years; `timedelta` holds no time without end."""
 
 
+_warned = set[str]()
+"""Texts that `warn_once` has shown; a row of a million would else make a record each."""
+
+
 class Update(Protocol):
     """A function that moves a progress bar."""
 
@@ -31,12 +35,20 @@ def no_update(done: int, total: int, note: str = "") -> None:
     """An `Update` that shows nothing."""
 
 
+def warn_once(logger: logging.Logger, text: str) -> None:
+    """Print a warning, once for each text; a context of `warnings_once` begins anew."""
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning(text)
+
+
 @contextmanager
 def warnings_once() -> Iterator[None]:
     """Within this context, log records of the same text are shown once.
 
     One call may load a model three times, but warns of it once.
     """
+    _warned.clear()
     said = dict[str, logging.LogRecord]()
 
     def is_new(record: logging.LogRecord) -> bool:

@@ -65,7 +65,8 @@ def format_for(dense: DenseModel, splits: Splits, name: str, dtype: torch.dtype)
     if name in forms:
         chosen = forms[name]
     else:
-        taken = [form for form in holding if form.name != OWN or _is_for_own(dense, splits, forms)]
+        may_be_own = _only_own_can_hold(dense, splits, forms)
+        taken = [form for form in holding if form.name != OWN or may_be_own]
         chosen = taken[0] if taken else _nearly_holding(dense, splits, forms, dtype)
     if refusal := refusals[chosen.name]:
         names = ", ".join(form.name for form in holding)
@@ -73,7 +74,7 @@ def format_for(dense: DenseModel, splits: Splits, name: str, dtype: torch.dtype)
     return chosen
 
 
-def _is_for_own(dense: DenseModel, splits: Splits, forms: Mapping[str, Format]) -> bool:
+def _only_own_can_hold(dense: DenseModel, splits: Splits, forms: Mapping[str, Format]) -> bool:
     """Whether only format dotmoe can hold what is split, or the model's decoder."""
     has_twin = any(form.twin_of == dense.config.model_type for form in forms.values())
     return targets_of(splits) != "ffn" or (dense.traits.has_own_decoder and not has_twin)

@@ -39,7 +39,7 @@ from dotmoe.export.gguf_limits import (
     SUPPORTS,
     most_active_experts,
 )
-from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
+from dotmoe.export.gguf_tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.method.granularity import Splits
 from dotmoe.models.dense_model import DenseModel
 

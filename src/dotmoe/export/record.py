@@ -146,10 +146,15 @@ def record_of(converted: ConvertedModel, form: Format, folder: Path, **others: A
     if not form.has_experts:
         splits = (Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1),)
     first = asdict(splits[0])
-    sizes: dict[str, Any] = {name: first[name] if form.has_experts else 0 for name in _SIZES}
     counts = asdict(count_parameters(dense.model, dense.family, splits))
+    sizes: dict[str, Any] = dict.fromkeys(_SIZES, 0)
+    parameters = {"dense": counts["dense_total"]}
+    if form.has_experts:
+        sizes = {name: first[name] for name in _SIZES}
+        parameters |= {name: counts[name] for name in _COUNTS}
     details = form.details(converted)
     specs = list(form.tensors(converted))
+    parameters["written"] = sum(prod(spec.shape) for spec in specs)
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return ExportRecord(
         **others,
@@ -168,9 +173,7 @@ def record_of(converted: ConvertedModel, form: Format, folder: Path, **others: A
         active_experts_key=form.active_experts_key,
         # If attention has a k of its own, one number cannot set both.
         active_experts_editable=form.active_experts_editable and len(splits) == 1,
-        parameters={"dense": counts["dense_total"]}
-        | {name: counts[name] for name in _COUNTS if form.has_experts}
-        | {"written": sum(prod(spec.shape) for spec in specs)},
+        parameters=parameters,
         total_bytes=sum(spec.num_bytes for spec in specs),
         details=details,
         checksums=checksums(folder, [path.relative_to(folder).as_posix() for path in paths]),

@@ -84,7 +84,9 @@ def route(
     weights_TK = scores_TE.gather(1, chosen_TK)
     if gating.score != "sigmoid":
         weights_TK = weights_TK / weights_TK.sum(dim=1, keepdim=True)
-    return chosen_TK, weights_TK.to(dtype).float() if runtime.rounds_weights else weights_TK
+    if runtime.rounds_weights:
+        weights_TK = weights_TK.to(dtype).float()
+    return chosen_TK, weights_TK
 
 
 def misrouted_share(logits_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]) -> float:

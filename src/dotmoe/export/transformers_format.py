@@ -367,12 +367,13 @@ def write_checkpoint(
     require_free(folder, total)
     for file_name, names in plan.filename_to_tensors.items():
         tensors = dict[str, Tensor]()
-        for spec in (by_name[name] for name in names):
+        for name in names:
+            spec = by_name[name]
             tensors[spec.name] = tensor = spec.make().to(DTYPES[spec.stored]).contiguous()
             assert tuple(tensor.shape) == spec.shape, f"{spec.name} is {tuple(tensor.shape)}"
             on_progress(next(done), len(by_name), "tensors written")
         save_tensors(tensors, folder / file_name, format="pt")
     if plan.is_sharded:
         index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_json(folder / INDEX, index)
     return list(plan.filename_to_tensors)

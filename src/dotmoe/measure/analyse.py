@@ -116,7 +116,7 @@ def load_of(layout: ExpertLayout, routes_LTK: Int[Tensor, "L T K"]) -> tuple[Val
         f"dead experts: {sum(len(layer['dead_experts']) for layer in statistics)}"
     )
     units = "query heads: " if layout.target == "attention" else ""
-    return {
+    values: Values = {
         "layers": list(loads),
         "share_LE": [share_E.tolist() for share_E in loads.values()],
         "num_experts": layout.num_experts,
@@ -124,7 +124,10 @@ def load_of(layout: ExpertLayout, routes_LTK: Int[Tensor, "L T K"]) -> tuple[Val
         "target": layout.target,
         "statistics": statistics,
         "warnings": warnings,
-    }, [units + summary, *(f"warning: {units}{warning}" for warning in warnings)]
+    }
+    sentences = [units + summary]
+    sentences += [f"warning: {units}{warning}" for warning in warnings]
+    return values, sentences
 
 
 def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:

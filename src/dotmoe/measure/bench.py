@@ -31,7 +31,7 @@ from dotmoe.measure.config import BenchConfig, in_context
 from dotmoe.measure.evaluate.models import context_of, gguf_file, loaded, model_folder
 from dotmoe.models.config import LoadConfig, is_gguf
 from dotmoe.models.experts_on_cpu import use_stock
-from dotmoe.models.hooks import cached
+from dotmoe.models.hooks import cache_arguments
 from dotmoe.models.identity import FINGERPRINT, fingerprint
 from dotmoe.run.provenance import provenance
 
@@ -408,7 +408,7 @@ class TransformersRunner(Runner):
         self._cache.layers = [copy.copy(layer) for layer in self._filled.layers]
 
     def _call(self, start: int, end: int) -> Callable[[], None]:
-        options = cached(self._cache) | {"logits_to_keep": 1}
+        options = cache_arguments(self._cache) | {"logits_to_keep": 1}
 
         @torch.inference_mode()
         def compute() -> None:

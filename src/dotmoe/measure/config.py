@@ -10,7 +10,7 @@ from dotmoe.common.files import Values
 from dotmoe.common.options import ARGUMENT, HOW, Need, Shown, at_least
 from dotmoe.method.config import Train
 from dotmoe.models.config import LoadConfig, is_gguf
-from dotmoe.run import needs as tables
+from dotmoe.run import needs as needs_of
 from dotmoe.run.config import RunConfig
 
 
@@ -273,7 +273,7 @@ class InspectConfig(RunConfig):
     """A conversion to plan, with the options of `dotmoe convert`, and the machines to plan for."""
 
     command: ClassVar[str] = "inspect"
-    needs: ClassVar[tuple[Need, ...]] = tables.INSPECT
+    needs: ClassVar[tuple[Need, ...]] = needs_of.INSPECT
 
     out: Annotated[str, ARGUMENT, HOW] = ""
     """What `dotmoe convert` would write; not used."""

@@ -74,7 +74,7 @@ class LearnedAssignment:
         self.potential_LE = divided(zeros_LE, self.ranks)
         """Warm start of the solver: column potentials in units of affinity, in which a change of
         temperature hardly moves them."""
-        self.shared = list[_SharedLayers]()
+        self.step_layers = list[_StepLayers]()
         """Router and plan of the current step, as its micro-batches use them."""
         unassigned_LN = torch.full((num_layers, num_units), UNASSIGNED, device=dense.device)
         self.masking = _masking_of(split, config, unassigned_LN)
@@ -114,7 +114,7 @@ class LearnedAssignment:
         masking = self.masking
         self._round_routers()
         routers_LED = full_tensor(self.router_LED.detach()).to(self.router_dtype)
-        masking.router_LED = self._share(local_part(self.router_LED), routers_LED)
+        masking.router_LED = self._for_step(local_part(self.router_LED), routers_LED)
         if not self.config.learn_assignment:
             return {}
         with torch.profiler.record_function("assignment solve"):
@@ -125,7 +125,7 @@ class LearnedAssignment:
         masking.expert_of_neuron_LN = assigned
         # Masks do not read the plan, they only give its gradient: one zero stands for all entries.
         zeros_LNE = torch.zeros((), device=assigned.device).expand(self.affinity_LNE.shape)
-        masking.plan_LNE = self._share(plan.entries, zeros_LNE)
+        masking.plan_LNE = self._for_step(plan.entries, zeros_LNE)
         moved = (assigned != before) & (before != UNASSIGNED)
         own_lN1 = assigned[own_rows(self.affinity_LNE)].unsqueeze(-1)
         chosen_lN = plan.entries.detach().gather(-1, own_lN1).squeeze(-1)
@@ -139,9 +139,9 @@ class LearnedAssignment:
     def end(self) -> None:
         """Propagate the masks' gradients, summed over ranks, to affinities and routers."""
         with torch.profiler.record_function("assignment gradient"):
-            for shared in self.shared:
-                shared.backward()
-        self.shared.clear()  # with the plan, which takes memory
+            for layers in self.step_layers:
+                layers.backward()
+        self.step_layers.clear()  # with the plan, which takes memory
         self.masking.plan_LNE = None
 
     def state(self) -> dict[str, Tensor]:
@@ -170,12 +170,12 @@ class LearnedAssignment:
             with torch.no_grad():
                 self.router_LED.copy_(self.router_LED.to(self.router_dtype))
 
-    def _share(self, own: Tensor, whole: Tensor) -> tuple[Tensor, ...]:
+    def _for_step(self, own: Tensor, whole: Tensor) -> tuple[Tensor, ...]:
         """The layers of `whole` for a step; what they receive reaches `own` if that is trained."""
         if not own.requires_grad:
             return whole.unbind()
-        self.shared.append(_SharedLayers(own, whole, self.ranks))
-        return self.shared[-1].layers
+        self.step_layers.append(_StepLayers(own, whole, self.ranks))
+        return self.step_layers[-1].layers
 
     def _divided(self, part: Tensor) -> Tensor:
         return as_divided(part, len(self.affinity_LNE), self.ranks)
@@ -198,7 +198,7 @@ def _masking_of(split: Granularity, config: AlignConfig, expert_LN: Tensor) -> M
     )
 
 
-class _SharedLayers:
+class _StepLayers:
     """The layers of a tensor, of which each rank has some, as the micro-batches of a step use them.
 
     `layers` are leaves that hold `whole`, equal on all ranks. Each micro-batch adds to their

@@ -165,7 +165,7 @@ class ObjectiveConfig:
     """Recompute each layer in the backward pass: less memory, about a third more time."""
 
     @property
-    def router_weights(self) -> dict[str, float]:
+    def router_loss_weights(self) -> dict[str, float]:
         """Weights of the router losses, by the names of `ROUTER_LOSSES`."""
         return {"z": self.z_loss_weight, "balance": self.balance_weight}
 

@@ -72,29 +72,34 @@ class Student(nn.Module):
             mean_if_unchosen=config.unchosen == "mean",
         )
         model: Any = dense.model
-        # Else nothing is divided, cast or moved.
         is_divided = ranks.size() > 1 or dtype != torch.float32 or config.offload
         self.dense = replace(dense, weights="shards" if is_divided else "memory")
         self.model = model
         self.ffns = tuple(make_sparse(dense, layout, self.routing))
-        model.requires_grad_(config.train == "everything")
-        for ffn in self.ffns:
-            ffn.requires_grad_(config.train != "lora")
-        self.tuner = _with_adapters(model, config) if config.train == "lora" else None
-        if config.train == "everything":
-            model.float()
-        elif config.train == "experts":
-            for ffn in self.ffns:
-                ffn.float()
-        for ffn in self.ffns:
-            ffn.router.requires_grad_(config.lr_router != 0)
+        self.tuner = self._choose_trained(config)
         if is_divided:
+            # One rank that computes in float32 without offload has nothing to divide, cast or move.
             self._divide(ranks, dtype, offload=config.offload)
         self._allocate(device, offload=config.offload)
         model.tie_weights()
         with torch.no_grad():
             self._read(tensors, stored, layout)
             _start_adapters(model, seed)
+
+    def _choose_trained(self, config: FinetuneConfig) -> Any:
+        """Mark what is trained, and hold it in float32; gives the tuner of LoRA's adapters."""
+        self.model.requires_grad_(config.train == "everything")
+        for ffn in self.ffns:
+            ffn.requires_grad_(config.train != "lora")
+        tuner = _with_adapters(self.model, config) if config.train == "lora" else None
+        if config.train == "everything":
+            self.model.float()
+        elif config.train == "experts":
+            for ffn in self.ffns:
+                ffn.float()
+        for ffn in self.ffns:
+            ffn.router.requires_grad_(config.lr_router != 0)
+        return tuner
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name."""

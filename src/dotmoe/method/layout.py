@@ -113,7 +113,7 @@ class ExpertLayout:
         order = torch.argsort(expert_N, stable=True)
         return order[int((expert_N < 0).sum()) :].view(self.num_experts, -1)
 
-    def shared_neurons(self, layer: int) -> Int[Tensor, " N"]:
+    def shared_neurons(self, layer: int) -> Int[Tensor, " M"]:
         """Neuron numbers of a layer's shared expert, ascending; all neurons in a dense layer."""
         return (self.expert_of_neuron_LN[layer] == ALWAYS_ON).nonzero().squeeze(1)
 

@@ -168,7 +168,7 @@ class Objective:
         total, kl, ce = weight * total, weight * kl, weight * ce
         of_routers = routers()
         for name, loss in of_routers.items():
-            total = total + config.router_weights[name] * loss
+            total = total + config.router_loss_weights[name] * loss
         return {"loss": total, "kl": kl, "ce": ce, **of_routers}
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:

@@ -30,7 +30,7 @@ from dotmoe.common.files import complete_folder, in_turn, require_free, sha256_o
 from dotmoe.common.progress import Progress
 from dotmoe.models.gguf_header import require_sound_header
 from dotmoe.models.gguf_keys import ANOTHER, require_meaning
-from dotmoe.models.identity import cached_in, content_of
+from dotmoe.models.identity import cached_in, cached_sha256
 from dotmoe.models.stock import forget_versions, quiet_transformers, read_stock
 from dotmoe.models.tokenizer import from_parts
 
@@ -145,7 +145,7 @@ def _key_of(file: Path) -> str:
     readers = [f"{name} {version(name)}" for name in ("gguf", "tokenizers", "transformers")]
     modules = ("from_gguf", "gguf_header", "gguf_keys", "stock", "tokenizer")
     own = [sha256_of(Path(__file__).with_name(f"{module}.py")) for module in modules]
-    return sha256("\n".join([content_of(file), *readers, *own]).encode()).hexdigest()
+    return sha256("\n".join([cached_sha256(file), *readers, *own]).encode()).hexdigest()
 
 
 def _config(file: GgufFile) -> Any:

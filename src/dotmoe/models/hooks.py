@@ -12,7 +12,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from dotmoe.models.dense_model import DenseModel
 
 
-def cached(cache: Any) -> dict[str, Any]:
+def cache_arguments(cache: Any) -> dict[str, Any]:
     """Arguments that let a model go on from a cache; Transformers 5.24 renamed the first."""
     return {ALL_CACHE_NAMES[0]: cache, "use_cache": True}
 

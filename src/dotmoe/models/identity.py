@@ -38,19 +38,19 @@ def fingerprint(model: Path) -> str:
     """SHA-256 that identifies a model: a checkpoint folder, or a GGUF file.
 
     The first call reads all weights, about a second for a gigabyte on one core; later ones read
-    those that have changed, see `content_of`.
+    those that have changed, see `cached_sha256`.
     """
     if model.is_file():
-        return content_of(model)
+        return cached_sha256(model)
     paths = {path for pattern in _DECIDES for path in model.glob(pattern) if path.is_file()}
     names = sorted(path.relative_to(model).as_posix() for path in paths)
     with ThreadPoolExecutor() as threads:
-        sums = threads.map(lambda name: content_of(model / name), names)
+        sums = threads.map(lambda name: cached_sha256(model / name), names)
         lines = [f"{sha256}  {name}\n" for name, sha256 in zip(names, sums, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def content_of(file: Path) -> str:
+def cached_sha256(file: Path) -> str:
     """SHA-256 of a file; that of a large one is kept in the user's cache until the file changes.
 
     A change is noticed by size, inode and the times of change of content and of inode; the system
@@ -111,7 +111,7 @@ def cached_in(name: str = "") -> Path:
 
 
 def _kept_in(entry: Path) -> Values:
-    """What `content_of` kept of a file; nothing if it kept nothing that can be read."""
+    """What `cached_sha256` kept of a file; nothing if it kept nothing that can be read."""
     try:
         return read_json(entry)
     except UserError:

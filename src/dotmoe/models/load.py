@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from dotmoe.common.device import resolved_device
+from dotmoe.common.device import memory_of, resolved_device
 from dotmoe.common.distributed import mesh, num_ranks, raise_on_all_ranks
 from dotmoe.common.errors import UserError, one_line
 from dotmoe.common.files import is_finite
@@ -284,7 +284,7 @@ def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool
     """Whether weights of `num_bytes` are sharded when there are several ranks."""
     if sharding != "auto" or device.type != "cuda":
         return sharding == "shard"
-    return num_bytes > LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return num_bytes > LARGEST_SHARE * memory_of(device)
 
 
 def read_weights(

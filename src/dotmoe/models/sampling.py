@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dotmoe.models.hf_config import readout_of
-from dotmoe.models.hooks import cached
+from dotmoe.models.hooks import cache_arguments
 
 _LEAVE_AT = 8
 """A batch is cut down when one row in so many has finished: cutting copies its cache."""
@@ -167,7 +167,7 @@ class _Batch:
             input_ids=self._tokens_BT,
             attention_mask=self._is_read_BT,
             position_ids=self._position_BT,
-            **cached(self._cache),
+            **cache_arguments(self._cache),
         )
         hidden_BD = output.last_hidden_state[:, -1].contiguous()
         logits_BV = self._penalised(self._readout.logits(self._head(hidden_BD)))

@@ -17,7 +17,7 @@ TOKENS_AT_ONCE = 4096
 class Stream:
     """The hidden states between two decoder layers, [B, T, D], on the CPU.
 
-    Whoever makes it may move `hidden_BTD` elsewhere, where they stay. Layers are called as the
+    Its maker may move `hidden_BTD` to another device, where it stays. Layers are called as the
     model's trunk calls them, even if the model no longer has them.
     """
 

@@ -31,7 +31,7 @@ from dotmoe.pipeline.finetune import finetune
 from dotmoe.pipeline.points import Point, points_of
 from dotmoe.pipeline.prune import budget_of, prune
 from dotmoe.pipeline.rows import Measured, Row, on_answers, table
-from dotmoe.rivals.pruning import require
+from dotmoe.rivals.pruning import require_prunable
 from dotmoe.run.config import CompareConfig, PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.run.defaults import with_size, with_sources
 from dotmoe.run.folder import OtherRunError, RunFolder
@@ -97,7 +97,8 @@ def _suitable_points(
     for point in points:
         try:
             if isinstance(point.config, PruneRunConfig):
-                require(point.config.method, dense, resolved_device(point.config.load.device))
+                device = resolved_device(point.config.load.device)
+                require_prunable(point.config.method, dense, device)
             else:
                 exportable_splits(point.config, dense)
         except UserError as error:
@@ -142,6 +143,7 @@ def _measure(
     error if all fail, or if the first ones fail for the same reason.
     """
     require_one_process(f"dotmoe {config.command}")
+    dense_rows = list[Row]()  # one; `rows` are those of the runs
     rows = list[Row]()
     left_out = dict[str, str]()
     budget = budget_of(config, model)
@@ -156,9 +158,9 @@ def _measure(
         with failure_is_listed(point.name):
             results = _made(point, progress)
             # A run whose context was lowered has measured the dense model in shorter windows.
-            if not rows or results["dense"]["window"] > dense["window"]:
+            if not dense or results["dense"]["window"] > dense["window"]:
                 dense = results["dense"]
-                rows[:1] = [_dense_row(results["parameters"]["dense"], dense)]
+                dense_rows = [_dense_row(results["parameters"]["dense"], dense)]
             for made in _rows(point, results, model):
                 row = replace(made, over_budget=_parameters(made) / budget - 1)
                 rows.append(row)
@@ -170,7 +172,7 @@ def _measure(
         "origin": "measured",
         "model": config.model,
         FINGERPRINT: dense.get(FINGERPRINT),  # runs of other versions lack it
-        "rows": [row.to_record() for row in rows],
+        "rows": [row.to_record() for row in [*dense_rows, *rows]],
         "left_out": left_out,
         **{name: dense[name] for name in ("text", "window", "protocol")},
         "provenance": provenance(config.seed, config.load.device),

@@ -167,11 +167,11 @@ class Run:
             )
 
         def write(folder: Path) -> None:
-            asked = dense
+            model = dense
             if dense.weights != "memory":  # in shards; or described alone, as in a finetuning
-                asked = load_whole(dense, self.config.load)
+                model = load_whole(dense, self.config.load)
             own = own_answers(
-                asked,
+                model,
                 data,
                 identity=self.folder.manifest["inputs"]["model"],
                 tokens=asked_for,

@@ -31,7 +31,7 @@ from dotmoe.method.config import (
 )
 from dotmoe.models.config import LoadConfig
 from dotmoe.rivals.config import BASELINES, BaselineConfig, ComparedName, MethodName, PruningName
-from dotmoe.run import needs as tables
+from dotmoe.run import needs as needs_of
 from dotmoe.text.config import AnswersConfig, DataConfig
 from dotmoe.training.config import TrainingConfig
 
@@ -43,7 +43,7 @@ class RunConfig:
     """One conversion, from a dense checkpoint to an exported and measured MoE."""
 
     command: ClassVar[str] = "convert"
-    needs: ClassVar[tuple[Need, ...]] = tables.CONVERT
+    needs: ClassVar[tuple[Need, ...]] = needs_of.CONVERT
 
     model: Annotated[str, ARGUMENT]
     """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
@@ -92,7 +92,7 @@ class FinetuneRunConfig:
     """One finetuning, from a finished conversion to an exported and measured MoE."""
 
     command: ClassVar[str] = "finetune"
-    needs: ClassVar[tuple[Need, ...]] = tables.FINETUNE
+    needs: ClassVar[tuple[Need, ...]] = needs_of.FINETUNE
 
     run: Annotated[str, ARGUMENT, HOW]
     """Folder of a finished `dotmoe convert`; it is not changed."""
@@ -133,7 +133,7 @@ class PruneRunConfig(RunConfig):
     """
 
     command: ClassVar[str] = "compare"
-    needs: ClassVar[tuple[Need, ...]] = tables.PRUNE
+    needs: ClassVar[tuple[Need, ...]] = needs_of.PRUNE
 
     method: PruningName
 
@@ -143,7 +143,7 @@ class CompareConfig(RunConfig):
     """Comparison of several methods on one model, on one budget."""
 
     command: ClassVar[str] = "compare"
-    needs: ClassVar[tuple[Need, ...]] = tables.COMPARE
+    needs: ClassVar[tuple[Need, ...]] = needs_of.COMPARE
 
     methods: tuple[ComparedName, ...] = ("dot_moe", *BASELINES)
     """Methods to compare. Each converts without training, once with its own router and once with a
@@ -186,7 +186,7 @@ class CompareConfig(RunConfig):
 class ReexportConfig:
     """A finished run, and how to export it again."""
 
-    needs: ClassVar[tuple[Need, ...]] = tables.EXPORT
+    needs: ClassVar[tuple[Need, ...]] = needs_of.EXPORT
 
     run: Annotated[str, ARGUMENT]
     """Folder of a run that has finished its extract stage, or its repair or finetune stage."""

@@ -45,7 +45,7 @@ def _draws_text(run: Any) -> bool:
 
 
 def _compares(*methods: str) -> Any:
-    """Whether a comparison has one of these methods."""
+    """A condition: a comparison has one of these methods."""
     return lambda run: "all" in run.methods or any(name in run.methods for name in methods)
 
 

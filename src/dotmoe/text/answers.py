@@ -75,17 +75,17 @@ class OwnAnswers:
     """Answers to the prompts of `alike`, written with a penalty on repetition: `PENALTY`."""
     others_penalised: tuple[Answer, ...] = ()
     """The same to those of `others`."""
-    asked: int = 0
+    wanted_tokens: int = 0
     """Tokens of `fitted` that were asked for; there are fewer if the questions ran out."""
 
     @classmethod
-    def load(cls, folder: Path, asked: int = 0) -> "OwnAnswers":
+    def load(cls, folder: Path, wanted_tokens: int = 0) -> "OwnAnswers":
         """Read what `OwnAnswers.save` wrote."""
         sets = {}
         for name in _SETS:
             path = folder / f"{name}.jsonl"
             sets[name] = tuple(read_answers(path)) if path.is_file() else ()
-        return cls(**sets, asked=asked)
+        return cls(**sets, wanted_tokens=wanted_tokens)
 
     def save(self, folder: Path) -> None:
         """Write a file for each set that is not empty."""

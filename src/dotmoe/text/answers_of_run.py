@@ -51,7 +51,7 @@ def own_answers(
     sets = dict[str, tuple[Answer, ...]]()
     if heldout and _can_be_asked(dense.tokenizer, progress):
         sets = _heldout_sets(answering, questions, heldout, seed, context)
-    return OwnAnswers(fitted=tuple(fitted), asked=tokens, **sets)
+    return OwnAnswers(fitted=tuple(fitted), wanted_tokens=tokens, **sets)
 
 
 def _require_one_weight(data: DataConfig) -> None:

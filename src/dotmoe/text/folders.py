@@ -1,6 +1,7 @@
 """Which files of a folder are the data."""
 
 import json
+import logging
 import os
 import re
 from collections import Counter
@@ -9,8 +10,11 @@ from itertools import chain
 from pathlib import Path
 
 from dotmoe.common.errors import UserError
+from dotmoe.common.progress import warn_once
 from dotmoe.text.files import FORMATS, reader_of, suffix_of
-from dotmoe.text.rows import full_fields, warn_once
+from dotmoe.text.rows import full_fields
+
+logger = logging.getLogger(__name__)
 
 TRAIN = "train"
 """Split that is read of data that names none."""
@@ -92,8 +96,9 @@ def data_of_folder(folder: Path, split: str, field: str | None) -> FolderData:
     if left_out := [str(path.relative_to(folder)) for path in present if path not in set(files)]:
         more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
         warn_once(
+            logger,
             f"{folder}: its {_KINDS[suffix_of(files[0])]} files are read, the kind with the most "
-            f"bytes; left out: {', '.join(left_out[:_NAMED])}{more}"
+            f"bytes; left out: {', '.join(left_out[:_NAMED])}{more}",
         )
     chosen = _of_split(folder, files, split)
     return FolderData(chosen, by_datasets=reader_of(files[0]) is None)

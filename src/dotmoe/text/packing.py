@@ -191,7 +191,10 @@ class _Source:
     def tokens_for_weight(self) -> float:
         """Tokens read of it for its weight; 0 where sources have none."""
         tokens: int = self.record["tokens"]
-        return tokens / (self.record["weight"] or torch.inf)
+        weight: float | None = self.record["weight"]
+        if not weight:
+            return 0.0
+        return tokens / weight
 
     def next_piece(self, max_tokens: int | None) -> Piece | None:
         """The next piece, cut where the source has its share of `max_tokens`; None at the end."""

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dotmoe.common.errors import UserError, one_line
+from dotmoe.common.progress import warn_once
 from dotmoe.models.chat import Message, by_template, has_chats
 
 logger = logging.getLogger(__name__)
@@ -297,8 +297,9 @@ class RowReader(NamedTuple):
         if len(full) > 1:
             first, *others = full
             warn_once(
+                logger,
                 f"{self.source}: rows say something in {first} and in {', '.join(others)}; "
-                f"{first} is read. Name another: SOURCE#FIELD"
+                f"{first} is read. Name another: SOURCE#FIELD",
             )
 
 
@@ -331,8 +332,9 @@ def _say_unread(source: str, row: Mapping[str, Any]) -> None:
     for name in BESIDE_MESSAGES:
         if not is_alpaca and not _is_blank(row.get(name)):
             warn_once(
+                logger,
                 f"{source}: rows have {name} beside their messages, which is not read. Write it "
-                "into the messages"
+                "into the messages",
             )
 
 
@@ -364,8 +366,9 @@ def rendered(chat: Chat, tokenizer: Any, place: str, source: str) -> str:
     for message in chat.messages:
         if message["content"].strip() not in text:
             warn_once(
+                logger,
                 f"{source}: the model's chat template leaves out or changes what messages of role "
-                f"{message['role']} say"
+                f"{message['role']} say",
             )
     return text.removeprefix(tokenizer.bos_token or "")
 
@@ -391,9 +394,3 @@ def _require_calls(chat: Chat, text: str, tokenizer: Any, place: str) -> None:
             f"{place} has tool calls, which the model's chat template does not write. Remove "
             "the row, or write it as text."
         )
-
-
-@lru_cache
-def warn_once(text: str) -> None:
-    """Print a warning, once for each text."""
-    logger.warning(text)

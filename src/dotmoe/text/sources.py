@@ -91,6 +91,7 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
             for name, weight in zip(names, weights, strict=True)
             for part, share in _parts(name)
         ]
+    # Opening a source reads nothing yet, but refuses one that does not exist.
     for name, _ in sources:
         opened(name, config)
     return sources

@@ -117,7 +117,7 @@ def require_sources(data: DataConfig, eval_text: tuple[str, ...]) -> None:
     if text_of(data).data or not data.data:
         sources_of(text_of(data))
     if eval_text:
-        documents(_in_order(data, eval_text))
+        documents(_in_order(data, eval_text))  # reads nothing yet, but refuses missing sources
 
 
 def tokenise(
@@ -344,8 +344,8 @@ def _record_of_chats(own: OwnAnswers, chats: TokenBlocks) -> Record:
         "seq_len": chats.seq_len,
         "sources": [_of_answers(own, chats)],
     }
-    if num_chat_tokens(own.fitted) < own.asked:
-        record["asked"] = own.asked
+    if num_chat_tokens(own.fitted) < own.wanted_tokens:
+        record["asked"] = own.wanted_tokens
     return record
 
 

@@ -66,7 +66,7 @@ class Checkpoints:
         with ThreadPoolExecutor(1) as self._thread:
             yield
 
-    def writes(self) -> bool:
+    def is_writing(self) -> bool:
         """Whether this rank still writes in the background."""
         return self._writing is not None and not self._writing.done()
 

@@ -94,9 +94,9 @@ def train(
             metrics["seconds"] = time.perf_counter() - started
             log(step + 1, metrics)
             on_step(step + 1, metrics)
-            is_due = (step + 1) % (training.checkpoint_every or schedule.steps) == 0
-            is_due = is_due or time.monotonic() - last_save >= _CHECKPOINT_SECONDS
-            agreed = _agreed(checkpoints, is_due, signals)
+            is_scheduled = (step + 1) % (training.checkpoint_every or schedule.steps) == 0
+            is_overdue = time.monotonic() - last_save >= _CHECKPOINT_SECONDS
+            agreed = _agreed(checkpoints, is_scheduled or is_overdue, signals)
             if not agreed.is_writing:
                 checkpoints.finish()
             is_last = any(agreed.stops) or step + 1 == schedule.steps
@@ -121,7 +121,7 @@ def _agreed(checkpoints: Checkpoints, is_due: bool, signals: list[int]) -> _Agre
     """Tell all ranks what this one knows; all ranks must call it together."""
     is_wanted = is_due and is_rank_zero()
     counts = [signals.count(number) for number in _SIGNALS]
-    flags = torch.tensor([checkpoints.writes(), is_wanted, *counts])
+    flags = torch.tensor([checkpoints.is_writing(), is_wanted, *counts])
     num_writing, num_wanting, *stops = sum_over_ranks(flags).tolist()
     return _Agreed(num_writing > 0, num_wanting > 0, stops)
 
@@ -145,9 +145,9 @@ def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def _raise_if_stopped(stops: list[int], num_steps: int) -> None:
-    """End the run if any rank has received a signal; `stops` counts these ranks by signal."""
-    for number, num_ranks_stopped in zip(_SIGNALS, stops, strict=True):
-        if num_ranks_stopped:
+    """End the run if any rank has received a signal; `stops` is that of `_Agreed`."""
+    for number, num_received in zip(_SIGNALS, stops, strict=True):
+        if num_received:
             text = f"{number.name} stopped the run after step {num_steps}, now saved"
             raise Interrupted(number, text)
 

@@ -15,8 +15,13 @@ from dotmoe.common.files import Values
 
 _REMEDY = "Measure both by one command, with --against."
 _OF_A_TASK = (
-    *("shots", "harness", "limit", "chat_template", "chat_answer"),
-    *("repetition_penalty", "data"),
+    "shots",
+    "harness",
+    "limit",
+    "chat_template",
+    "chat_answer",
+    "repetition_penalty",
+    "data",
 )
 """Settings of a task, in its `identity`, that change the questions or how they are asked."""
 

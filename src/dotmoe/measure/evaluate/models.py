@@ -156,7 +156,7 @@ def by_side(
         require_unchanged_dense(paths["model"], paths["against"])
     context = min(map(context_of, paths.values()))
 
-    def measured(path: Path) -> Values:  # the model is freed on return
+    def measured(path: Path, update: Update) -> Values:  # the model is freed on return
         if measure_gguf and path.is_file():
             return {"dtype": "gguf", **measure_gguf(path, context, update)}
         stock = loaded(path, config.load)._replace(context=context)
@@ -164,7 +164,11 @@ def by_side(
 
     with progress.bar("evaluate", tokens=0 if config.generate else 1) as update:  # 0: prompts
         return {
-            label: {"name": config.names[label], FINGERPRINT: fingerprint(path), **measured(path)}
+            label: {
+                "name": config.names[label],
+                FINGERPRINT: fingerprint(path),
+                **measured(path, update),
+            }
             for label, path in paths.items()
         }
 

@@ -192,7 +192,7 @@ def _results_of(
             "provenance": provenance(1234, side.config.load.device),
         }
         write_json(file, results[name])
-    return of_model(side.name, results.values()) | {FINGERPRINT: side.fingerprint}
+    return summary_of_model(side.name, results.values()) | {FINGERPRINT: side.fingerprint}
 
 
 def _notes_on_asking(name: str, config: EvaluateConfig, own_config: EvaluateConfig) -> list[str]:
@@ -327,7 +327,7 @@ def mark_main(scores: Sequence[Values], name: str) -> None:
         score["is_main"] = (score["task"], score["metric"]) == (name, main)
 
 
-def of_model(name: str, results: Iterable[Values]) -> Values:
+def summary_of_model(name: str, results: Iterable[Values]) -> Values:
     """The finished tasks of a model, and `averages` of its scores (see `mean_of`).
 
     `averages`: of each of `SETS` whose tasks are all there, in the set's metrics; and `tasks`, of

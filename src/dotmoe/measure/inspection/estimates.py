@@ -1,6 +1,5 @@
 """Estimates of what a conversion would give and cost, from the config alone."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -204,8 +203,9 @@ def _choices(
         for name, choice in stages.repaired()
     ]
     if "finetune" in plans:
-        writing, training = stages.hours_of_writing_to_finetune(machine), plans["finetune"]["hours"]
-        hours = None if writing is None or training is None else writing + training
+        hours = plans["finetune"]["hours"]
+        if hours is not None:
+            hours += stages.hours_of_writing_to_finetune(machine)
         choices.append({"command": _finetune_command(options, stages), "hours": hours})
     return choices
 
@@ -257,9 +257,14 @@ def chosen_in_time(
     here = here or replace(_measured(device, config, stored), gpus=num_ranks())
     stages = Stages(sized.sizes, sized.options, is_chat=is_chat)
     align = _plans_on(here, stages.trainings()).get("align")
+    if align is not None and align["hours"] is None:
+        raise UserError(
+            f"time is {config.time}, but the alignment does not fit into memory here, so its time "
+            "is not known. Leave time out, or set steps to 0."
+        )
     estimates = list[str]()
     for name, choice in stages.repaired():
-        hours = choice.on(here, align)["hours"] or math.inf
+        hours = choice.on(here, align)["hours"]
         estimates.append(f"{name or 'the default repair'} about {in_time(hours)}")
         if hours <= allowed_hours:
             text = f"time {config.time}: takes {', not '.join(reversed(estimates))}, by estimate"

@@ -23,7 +23,7 @@ from dotmoe.measure.inspection.sizes import (
     evaluation_memory,
     export_memory,
     exported_bytes,
-    gathered,
+    gathered_parameters,
     repair_memory,
 )
 from dotmoe.method.calibrate import OUTLIER_TOKENS
@@ -137,7 +137,7 @@ class Stages:
         how = AnswersConfig(heldout_answers=0)  # the conversion has written those
         return expected_writing(self.config.data, how, tokens, is_chat=self.is_chat)
 
-    def hours_of_writing_to_finetune(self, machine: Accelerator) -> float | None:
+    def hours_of_writing_to_finetune(self, machine: Accelerator) -> float:
         """Hours in which a machine writes the text of the finetuning that is planned."""
         work = Operations(self.sizes, self.config, self.seq_len, machine)
         return total(work.answers(self.finetuning_writes())).hours(machine)
@@ -210,7 +210,7 @@ class Stages:
         is_whole = ranks == 1 or machine.on_cpu or weights <= LARGEST_SHARE * machine.memory_bytes
         if is_whole or "dense weights" not in items:
             return items
-        in_memory = machine.weight_bytes * gathered(self.sizes)
+        in_memory = machine.weight_bytes * gathered_parameters(self.sizes)
         if stage == "start from data":
             in_memory += ceil_div(weights, ranks)
         return {**items, "dense weights": in_memory}

@@ -193,7 +193,9 @@ def step_memory(step: Step) -> Items:
     tokens = step.micro_batch_size * step.seq_len
     stream = step.weight_bytes * width * tokens
     layer = kept_per_token(step) * tokens
-    kept = layers * stream + layer if step.checkpointing else layers * layer
+    kept = layers * layer
+    if step.checkpointing:
+        kept = layers * stream + layer  # inputs of all layers, and the one that is recomputed
     trained = _training_state(step)
     working = FFN_TENSORS_IN_BACKWARD * step.neurons
     if not step.is_alignment:
@@ -234,7 +236,7 @@ def _weights_in_memory(step: Step) -> int:
             in_float32 = step.trained - counts.routers if step.trains_weights else 0
             weights += cast - step.own_part(in_float32)
     elif is_divided:
-        weights += gathered(sizes)
+        weights += gathered_parameters(sizes)
     if step.train == "lora":
         # The sum of an expert's weights and its adapters stays for the layer's backward.
         of_a_layer = counts.ffn_total // layers
@@ -277,7 +279,7 @@ def _chunk_of_logits(step: Step, tokens: int) -> int:
     return chunk
 
 
-def gathered(sizes: Sizes) -> int:
+def gathered_parameters(sizes: Sizes) -> int:
     """Number of sharded parameters whole at one moment: a layer, and the next or the embedding."""
     # FSDP2 gathers the embedding after the first layer's backward, even if it is frozen.
     embedding = sizes.widths.vocabulary * sizes.widths.model

@@ -12,7 +12,7 @@ from dotmoe.common.files import DamagedError, Values, read_json
 from dotmoe.common.options import values_of
 from dotmoe.export.parameters import active_at
 from dotmoe.export.record import ExportRecord
-from dotmoe.measure.evaluate.tasks import of_model
+from dotmoe.measure.evaluate.tasks import summary_of_model
 from dotmoe.method.granularity import from_record
 from dotmoe.models.config import is_gguf
 from dotmoe.models.identity import FINGERPRINT, fingerprint
@@ -176,7 +176,7 @@ class RunResults:
             if files:
                 with self.reading(f"6_evaluate/{folder}"):
                     asked = files[0]["model"]
-                    sides[side] = of_model(asked["name"], files)
+                    sides[side] = summary_of_model(asked["name"], files)
                     sides[side][FINGERPRINT] = asked.get(FINGERPRINT)
         return self.named(sides)
 
@@ -255,7 +255,8 @@ def _of_others(
         else:
             is_other = _fingerprint_in(content, "model") not in known
             if name in _BESIDE_DENSE or _name_of_other(content) == dense[0]:
-                is_other |= _fingerprint_in(content, "against") != dense[1]
+                is_beside_other = _fingerprint_in(content, "against") != dense[1]
+                is_other = is_other or is_beside_other
         if is_other and name.partition("/")[0] in _MEASURED:
             left_out.append(name)
     return left_out

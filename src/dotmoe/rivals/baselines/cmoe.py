@@ -41,6 +41,7 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer into a shared expert and experts that are clusters of markers."""
     split, k = inputs.granularity, inputs.granularity.active_experts
 
+    # Called after the layer was split: `expert_N` and `own` are then that layer's.
     def converted(index: int) -> AbstractContextManager[None]:
         experts = {index: expert_N} if index >= split.first_dense_layers else {}
 

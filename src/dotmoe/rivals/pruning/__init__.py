@@ -11,4 +11,4 @@ from dotmoe.rivals.pruning.methods import PRUNING_METRICS as PRUNING_METRICS
 from dotmoe.rivals.pruning.methods import TENSORS as TENSORS
 from dotmoe.rivals.pruning.methods import Method as Method
 from dotmoe.rivals.pruning.methods import prune as prune
-from dotmoe.rivals.pruning.methods import require as require
+from dotmoe.rivals.pruning.methods import require_prunable as require_prunable

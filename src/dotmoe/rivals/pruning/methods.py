@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json, save_tensors, write_json
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.load import MODEL
@@ -15,7 +16,7 @@ from dotmoe.models.meta_model import num_parameters
 from dotmoe.models.save import write_weights
 from dotmoe.rivals.pruning import two_of_four
 from dotmoe.rivals.pruning.by_curvature import k_obd, llm_surgeon, require_memory
-from dotmoe.rivals.pruning.contract import Pruned, PruneInputs, refusing
+from dotmoe.rivals.pruning.contract import Pruned, PruneInputs
 from dotmoe.rivals.pruning.disp_llm import disp_llm
 from dotmoe.rivals.pruning.llm_pruner import llm_pruner, require_separate_heads
 from dotmoe.rivals.pruning.modegpt import modegpt, require_plain_heads
@@ -58,12 +59,13 @@ PRUNING = {
 """Pruning methods by command-line name; by names of `PRUNERS`."""
 
 
-def require(method: str, dense: DenseModel, device: torch.device) -> None:
+def require_prunable(method: str, dense: DenseModel, device: torch.device) -> None:
     """Raise a `UserError` if a method does not fit a model or the device that will hold it."""
-    unknown = refusing(
-        lambda traits: traits.has_own_decoder, "a decoder that no pruning method knows"
-    )
-    unknown(dense, device)
+    if dense.traits.has_own_decoder:
+        raise UserError(
+            f"{dense.config.model_type} has a decoder that no pruning method knows. Leave the "
+            "method out."
+        )
     PRUNING[method].require(dense, device)
 
 
@@ -82,7 +84,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     chosen = PRUNING[method]
     total = num_parameters(inputs.dense.model)
     started = time.monotonic()
-    require(method, inputs.dense, inputs.dense.device)
+    require_prunable(method, inputs.dense, inputs.dense.device)
     pruned = chosen.prune(inputs)
     tokens = inputs.tokens_BT.numel()
     if chosen.is_trained:

@@ -22,7 +22,7 @@ from dotmoe.common.files import Values
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.models.tokenizer import random_text
 
-_FILE = Path(__file__).with_name("tokenizer_rules.toml")
+_FILE = Path(__file__).with_name("gguf_tokenizer_rules.toml")
 RULES: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 """llama.cpp's rules that split text, by name; the file documents their entries."""
 _NO_MERGES = ["<no> <merges>"]
