@@ -15,12 +15,11 @@ from dotmoe.method.calibrate import (
     block_inputs,
     calibrate,
     contributions,
-    leading_outliers,
     log_energy,
-    pruning_errors,
     router_aware_start,
 )
 from dotmoe.method.config import AssignmentConfig, CalibrateConfig
+from dotmoe.method.dense_layers import num_leading_outliers, pruning_errors
 from dotmoe.method.granularity import Granularity
 from dotmoe.text.blocks import TokenBlocks
 from runs import GRANITE_FACTORS, passed
@@ -221,4 +220,4 @@ def test_a_layers_error_is_what_pruning_it_takes_from_the_stock_models_stream(
     ],
 )
 def test_leading_layers_far_above_the_median_stay_dense(errors, leading):
-    assert leading_outliers(torch.tensor(errors)) == leading
+    assert num_leading_outliers(torch.tensor(errors)) == leading

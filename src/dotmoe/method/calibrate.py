@@ -35,14 +35,8 @@ _TINY = 1e-30
 _AFFINITY_STD, _ROUTER_STD = 0.03, 0.02
 """Standard deviations of initial affinities, and of the random start's router entries; the start
 from data instead scales its logits to standard deviation 1."""
-_OUTLIER = 4.0
-"""Multiple of the median layer's error from which a leading layer is better kept dense."""
 START_TEMPERATURE = 0.01
 """Temperature of the transport in the start from data, in standard deviations of its affinities."""
-LAYERS_PER_DENSE = 12
-"""Number of layers of which one at most is kept dense unasked: more would cost too much."""
-OUTLIER_TOKENS = 2048
-"""Number of tokens on which layers are compared."""
 START_ROUNDS = 10
 """Rounds of the start from data; each updates the router and then the experts."""
 
@@ -118,46 +112,6 @@ def _start_from_data(
 
 
 @torch.no_grad()
-def pruning_errors(dense: DenseModel, tokens_BT: Tensor, share: float) -> Float[Tensor, " L"]:
-    """What each layer alone would lose if always the same `share` of its FFN neurons ran.
-
-    The neurons are those of largest mean energy. The loss is the square error of what the FFN adds
-    to the residual stream, after its norm if one follows, as a share of the stream's square after
-    the layer, at most 1, the mean over tokens. If the model is sharded, every rank must call this.
-    """
-    factor = dense.traits.multipliers.residual
-    stream = Stream(dense, tokens_BT)
-    inputs = list[Tensor]()
-    errors = list[Tensor]()
-    for index, layer in enumerate(dense.family.layers(dense.model)):
-        inputs.clear()
-        block = dense.family.block(layer, TARGETS["ffn"])
-        with input_hooks({0: block}, lambda _, x: inputs.append(x)):
-            stream.advance(index)
-        with whole_weights(dense, index):
-            ffn = dense.family.ffn(layer)
-            x_TD = torch.cat([x.flatten(0, -2) for x in inputs])
-            hidden_TN = ffn.hidden(x_TD).float()
-            down_DN = ffn.down.weight.float()
-            energy_N = (hidden_TN.square().mean(0) * down_DN.square().sum(0)).cpu()
-            norm = dense.family.norm_after(layer, TARGETS["ffn"])
-            added_TD = norm(F.linear(hidden_TN, down_DN))
-            hidden_TN[:, energy_N.argsort(descending=True)[round(share * len(energy_N)) :]] = 0
-            lost_TD = factor * (added_TD - norm(F.linear(hidden_TN, down_DN)))
-        size_T = stream.hidden_BTD.flatten(0, 1).float().square().sum(1).clamp_min(_TINY)
-        _require_finite(lost_TD, index, x_TD.dtype)
-        errors.append((lost_TD.square().sum(1).cpu() / size_T).clamp(max=1).mean())
-    return torch.stack(errors)
-
-
-def leading_outliers(errors_L: Float[Tensor, " L"]) -> int:
-    """How many leading layers lose more than 4 times the median; at most one layer of 12."""
-    is_outlier_L = errors_L > _OUTLIER * errors_L.median()
-    leading = int(is_outlier_L.long().cumprod(0).sum())
-    return min(leading, len(errors_L) // LAYERS_PER_DENSE)
-
-
-@torch.no_grad()
 def block_inputs(
     dense: DenseModel,
     tokens_BT: Tensor,
@@ -203,11 +157,12 @@ def _finite_energy(
 ) -> Float[Tensor, "T N"]:
     """`_energy` of a layer by its number; a `UserError` if it overflows the model's dtype."""
     energy_TN = _energy(dense, dense.family.layers(dense.model)[index], x_TD, heads)
-    _require_finite(energy_TN, index, x_TD.dtype)
+    require_finite_layer(energy_TN, index, x_TD.dtype)
     return energy_TN
 
 
-def _require_finite(computed: Tensor, index: int, dtype: torch.dtype) -> None:
+def require_finite_layer(computed: Tensor, index: int, dtype: torch.dtype) -> None:
+    """Refuse a layer that overflows its dtype on the text of the calibration."""
     if not is_finite(computed):
         remedy = "Choose --dtype float32."
         if dtype == torch.float32:

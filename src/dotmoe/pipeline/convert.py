@@ -24,8 +24,9 @@ from dotmoe.common.progress import Progress
 from dotmoe.export.write import export_dtype, require_exportable
 from dotmoe.measure.inspection import chosen_in_time
 from dotmoe.method.align import Alignment, align
-from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers, pruning_errors
+from dotmoe.method.calibrate import calibrate
 from dotmoe.method.config import RepairConfig
+from dotmoe.method.dense_layers import leading_outliers
 from dotmoe.method.extract import Extracted, extract, load_extracted, save_extracted
 from dotmoe.method.granularity import Splits
 from dotmoe.method.masked import masked_by
@@ -163,10 +164,8 @@ def _with_dense_layers(run: Run, dense: DenseModel, splits: Splits) -> Splits:
     """The splits with the number of leading dense layers, measured on the text."""
 
     def make(folder: Path) -> dict[str, Any]:
-        tokens_BT = run.text.training.drawn(OUTLIER_TOKENS)
-        errors_L = pruning_errors(dense, tokens_BT, splits[0].active_fraction)
+        leading, errors_L = leading_outliers(dense, run.text.training, splits[0].active_fraction)
         median = float(errors_L.median())
-        leading = leading_outliers(errors_L)
         times = ", ".join(f"{error / median:.1f}" for error in errors_L[: leading + 1].tolist())
         run.progress.log(
             f"first_dense_layers {leading}: pruned to the active share, the first layers lose "

@@ -29,8 +29,9 @@ from dotmoe.measure.evaluate.own_answers import (
     states_on,
     worse_set,
 )
-from dotmoe.method.calibrate import OUTLIER_TOKENS, calibrate, leading_outliers, pruning_errors
+from dotmoe.method.calibrate import calibrate
 from dotmoe.method.config import RepairConfig
+from dotmoe.method.dense_layers import leading_outliers
 from dotmoe.method.extract import extract
 from dotmoe.method.granularity import Granularity
 from dotmoe.method.layout import ExpertLayout
@@ -290,9 +291,8 @@ def _split(run: Run, dense: DenseModel, active: int) -> Granularity:
     split = _exportable_split(run.config, dense, active)
     if _with_experts(run.config, dense, active).experts.first_dense_layers is not None:
         return split
-    tokens_BT = run.text.training.drawn(OUTLIER_TOKENS)
-    errors_L = pruning_errors(dense, tokens_BT, split.active_fraction)
-    return replace(split, first_dense_layers=leading_outliers(errors_L))
+    leading, _ = leading_outliers(dense, run.text.training, split.active_fraction)
+    return replace(split, first_dense_layers=leading)
 
 
 def _all_experts(split: Granularity) -> int:

@@ -9,8 +9,8 @@ import torch
 from dotmoe.common.errors import UserError
 from dotmoe.export.choice import format_for
 from dotmoe.export.gguf_limits import room_in_llama_cpp
-from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import ExpertsConfig
+from dotmoe.method.dense_layers import LAYERS_PER_DENSE
 from dotmoe.method.granularity import (
     DEFAULT_ACTIVE,
     FEWEST_DEFAULT_EXPERTS,

@@ -28,8 +28,8 @@ from dotmoe.measure.inspection.planned_stages import (
 )
 from dotmoe.measure.inspection.planner import plan_step
 from dotmoe.measure.inspection.sizes import Sizes, Step, exported_bytes
-from dotmoe.method.calibrate import LAYERS_PER_DENSE
 from dotmoe.method.config import RepairConfig
+from dotmoe.method.dense_layers import LAYERS_PER_DENSE
 from dotmoe.method.granularity import Granularity, fitting_sizes, to_record
 from dotmoe.models.chat import states_chats
 from dotmoe.models.checkpoint import Tensors, dtype_name, require_checkpoint

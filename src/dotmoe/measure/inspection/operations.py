@@ -14,7 +14,8 @@ from dotmoe.common.numbers import ceil_div
 from dotmoe.measure.inspection.accelerators import Accelerator
 from dotmoe.measure.inspection.planner import ADAM_BYTES, ASSIGNMENT_BYTES
 from dotmoe.measure.inspection.sizes import FLOAT32, Sizes, exported_bytes
-from dotmoe.method.calibrate import OUTLIER_TOKENS, START_ROUNDS
+from dotmoe.method.calibrate import START_ROUNDS
+from dotmoe.method.dense_layers import OUTLIER_TOKENS
 from dotmoe.method.repair import BATCH, HELD_OUT_ROWS, SOLUTIONS
 from dotmoe.method.sparse import whole_is_faster
 from dotmoe.run.config import RunConfig

@@ -26,8 +26,8 @@ from dotmoe.measure.inspection.sizes import (
     gathered_parameters,
     repair_memory,
 )
-from dotmoe.method.calibrate import OUTLIER_TOKENS
 from dotmoe.method.config import RepairConfig
+from dotmoe.method.dense_layers import OUTLIER_TOKENS
 from dotmoe.method.repair import repair_tokens
 from dotmoe.models.load import LARGEST_SHARE
 from dotmoe.run.config import RunConfig, finetune_recipe
