@@ -198,6 +198,7 @@ def test_a_file_that_cannot_take_the_result_is_refused_before_anything_is_measur
             bench(config)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_pair_is_known_however_its_places_are_spelt(pair, tmp_path, monkeypatch):
     monkeypatch.chdir(pair)
     names = {side: {"name": name} for side, name in (("dense", "dense"), ("moe", "./mixtral/"))}

@@ -201,7 +201,8 @@ def test_another_run_finds_the_answers_and_another_text_does_not(speaker, tmp_pa
     again = first.at(tmp_path / "again", active=0.5)
     with monkeypatch.context() as patch:
         patch.setattr(writing, "continuations", None)
-        patch.setattr(answering, "in_turn", None)  # a cache that is read-only cannot be locked
+        for name in ("in_turn", "cached_in"):  # a cache that is read-only cannot be locked
+            patch.setattr(answering, name, None)
         again.made()
     name = "0_answers/fitted.jsonl"
     assert (again.folder / name).read_bytes() == (first.folder / name).read_bytes()

@@ -7,10 +7,11 @@ import time
 import pytest
 from safetensors.torch import load_file
 
+from dotmoe.common.cache import cached_in
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import sha256_of
 from dotmoe.models import identity
-from dotmoe.models.identity import cached_in, cached_sha256, fingerprint
+from dotmoe.models.identity import cached_sha256, fingerprint
 from runs import TINY_CONVERT, TINY_FINETUNE, TinyRun, put_into, rewritten, words
 
 WIDE = {"hidden_size": 64, "intermediate_size": 2048, "num_hidden_layers": 3}

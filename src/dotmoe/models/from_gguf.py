@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from hashlib import sha256
 from importlib.metadata import version
 from io import StringIO
@@ -25,12 +25,13 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from dotmoe.common.cache import cache_folder, cached_in
 from dotmoe.common.errors import UserError, one_line, require_package
 from dotmoe.common.files import complete_folder, in_turn, require_free, sha256_of
 from dotmoe.common.progress import Progress
 from dotmoe.models.gguf_header import require_sound_header
 from dotmoe.models.gguf_keys import ANOTHER, require_meaning
-from dotmoe.models.identity import cached_in, cached_sha256
+from dotmoe.models.identity import cached_sha256
 from dotmoe.models.stock import forget_versions, quiet_transformers, read_stock
 from dotmoe.models.tokenizer import from_parts
 
@@ -100,14 +101,18 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     file that Transformers cannot read completely.
     """
     require_package("accelerate", "gguf", f"{file}, a GGUF,")
-    cache = cached_in()
+    cache = cache_folder()
     of_file = sha256(str(file.resolve()).encode()).hexdigest()[:16]
     name = f"{of_file}-{_key_of(file)[:16]}"
     whole, config = cache / name, cache / f"{name}.config"
     wanted = config if config_only else whole
+    if wanted.is_dir():
+        with suppress(OSError):  # the cache may be read-only
+            os.utime(wanted)
+        return wanted
+    cached_in()
     with in_turn(cache / f"{of_file}.lock"):  # other ranks and processes wait, then find it
         if wanted.is_dir():
-            os.utime(wanted)
             return wanted
         opened = GgufFile(file)
         _remove_unused(cache.glob(f"{of_file}-*"), (whole, config))

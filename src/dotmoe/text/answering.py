@@ -10,18 +10,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dotmoe.common.cache import cache_folder, cached_in
 from dotmoe.common.files import in_turn, sha256_of, write_text
 from dotmoe.common.numbers import ceil_div
 from dotmoe.common.progress import Progress
 from dotmoe.models.chat import asked, end_tokens, has_chats
 from dotmoe.models.dense_model import DenseModel
-from dotmoe.models.identity import cached_in
 from dotmoe.text import writing
 from dotmoe.text.answers import Answer, num_chat_tokens, read_answers
 from dotmoe.text.questions import Question
 from dotmoe.text.writing import own_turns, write_answers, write_continuations
 
 Kept = TypeVar("Kept")
+_ANSWERS = "answers"
+"""Folder of the cache."""
 AT_ONCE = 128
 """Questions that are answered before the tokens are counted."""
 
@@ -39,7 +41,6 @@ class Answering:
         dtype = next(dense.model.parameters()).dtype
         ends = sorted(end_tokens(dense.model, dense.tokenizer))
         self._identity = f"{identity} {dtype}, ends {ends}"
-        self._cache = cached_in("answers")
 
     def answers(
         self,
@@ -154,9 +155,10 @@ class Answering:
         """What `write` wrote for this key, here or in an earlier run; damaged, it is made again."""
         text = json.dumps([self._identity, key], sort_keys=True, ensure_ascii=False)
         name = sha256(text.encode()).hexdigest()
-        path = self._cache / f"{name}.jsonl"
-        if (kept := _kept(path, read)) is not None:  # without a lock: the cache may be read-only
+        path = cache_folder() / _ANSWERS / f"{name}.jsonl"
+        if (kept := _kept(path, read)) is not None:  # the cache may be read-only
             return kept
+        cached_in(_ANSWERS)
         waiting = "another process writes the same answers: they are waited for"
         with in_turn(path.with_suffix(".lock"), lambda: self._progress.log(waiting)):
             if (kept := _kept(path, read)) is not None:
@@ -170,7 +172,9 @@ class Answering:
 
 def _kept(path: Path, read: Callable[[Path], Kept]) -> Kept | None:
     """What a file of the cache holds; None if it is not there, or damaged."""
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+    if not path.is_file():
+        return None
+    with suppress(ValueError, KeyError, TypeError):
         if _is_whole(path):
             return read(path)
     return None
