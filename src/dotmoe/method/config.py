@@ -233,8 +233,8 @@ class FinetuneConfig(ObjectiveConfig):
     batch_size: Annotated[int, at_least(1)] = 128
     """Sequences per step of the finetuning, over all ranks, which share them equally."""
     lr: Annotated[float, above(0)] | None = 5e-5  # type: ignore[assignment]
-    """Peak learning rate of the finetuning (of routers: `lr_router`). Default: 0.2 % of the root
-    mean square of the model's matrices (4e-4 for SmolLM2, 4e-5 for Qwen2.5), for adapters 4e-4."""
+    """Peak learning rate of the finetuning (of routers: `lr_router`). Default: 0.05 % of the root
+    mean square of the model's matrices (9e-5 for SmolLM2, 9e-6 for Qwen2.5), for adapters 4e-4."""
     warmup_ratio: Annotated[float, between(0, 1)] = 0.1
     kl_weight: Annotated[float, at_least(0)] = 0.0
     """Weight of KL(dense || MoE) of the finetuning, distillation from the dense model; 0: none, as

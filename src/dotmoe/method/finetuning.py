@@ -238,7 +238,7 @@ class Finetuning(Objective):
         named = self.model.named_parameters()
         matrices = [each for name, each in named if each.dim() > 1 and ".router." not in name]
         size = sum(matrix.numel() for matrix in matrices)
-        return 0.002 * float(full_tensor(get_total_norm(matrices))) / math.sqrt(size)
+        return 0.0005 * float(full_tensor(get_total_norm(matrices))) / math.sqrt(size)
 
     def losses(
         self, tokens_BT: Tensor, counted_P: Tensor | None = None, weight: float = 1.0
