@@ -1,11 +1,12 @@
 """What a model is known by: all of its content, and nothing else. Oracle: the list of files."""
 
+import json
 import os
 import shutil
 import time
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dotmoe.common.cache import cached_in
 from dotmoe.common.errors import UserError
@@ -52,6 +53,19 @@ def test_every_file_that_is_read_counts(name, copied):
     (copied / name).parent.mkdir(exist_ok=True)
     with (copied / name).open("a") as file:
         file.write(" ")
+    assert fingerprint(copied) != before
+
+
+def test_weights_below_the_folder_count(copied):
+    weights = copied / "weights/model-1.safetensors"
+    weights.parent.mkdir()
+    (copied / "model.safetensors").rename(weights)
+    index = {"weight_map": dict.fromkeys(load_file(weights), "weights/model-1.safetensors")}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = fingerprint(copied)
+    tensors = load_file(weights)
+    tensors[FFN].zero_()
+    save_file(tensors, weights)
     assert fingerprint(copied) != before
 
 

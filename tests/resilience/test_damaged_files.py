@@ -4,6 +4,7 @@ Oracle: the uninterrupted run, byte by byte. All kinds of damage to a file are i
 """
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,24 @@ def test_a_finished_run_gives_out_no_damaged_result(damage, finished, command, t
             line = command("export", copy.folder, tmp_path / "again").refusal()
             assert name in line or "no run with a finished" in line
             assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("name", ["0_data/heldout.safetensors", "3_extract/layout.safetensors"])
+def test_the_remedy_in_the_message_repairs_a_finished_run(name, finished, command, tmp_path):
+    copy = finished.copied_to(tmp_path / "run")
+    stage = copy.folder / Path(name).parent
+    flip(copy.folder / name)
+    reader = "analyse" if name[0] == "0" else "export"
+    line = (reader, copy.folder, *(() if name[0] == "0" else (tmp_path / "again",)))
+    remedy = f"Delete {stage} and {copy.folder / '5_export'} and repeat the"
+    assert remedy in command(*line).refusal()
+    shutil.rmtree(stage)
+    if name[0] != "0":
+        assert f"{stage} is gone. {remedy}" in command(*line).refusal()
+    shutil.rmtree(copy.folder / "5_export")
+    assert command(*copy.command()).status == 0
+    assert copy.tensors() == finished.tensors()
+    assert command(*line).status == 0
 
 
 @pytest.mark.parametrize("name", ["1_calibrate/state.safetensors", "6_evaluate/results.json"])

@@ -242,6 +242,46 @@ def test_a_folder_that_is_gone_is_made_again_and_all_that_follows(finished, comm
     assert theirs.exists(), "what other commands measured is theirs"
 
 
+def test_a_process_whose_folder_was_replaced_writes_nothing_there(finished, tmp_path):
+    config = config_of(finished, out=str(tmp_path / "run"))
+    run = RunFolder(tmp_path / "run")
+    with run.at_work(config):
+        run.begin(config, "a model", None, {})
+        shutil.rmtree(run.path)
+        other = RunFolder(run.path)
+        with other.at_work(config):
+            other.begin(config, "another model", None, {})
+            before = {path.name: path.read_bytes() for path in run.path.iterdir()}
+            with pytest.raises(UserError, match="was deleted or replaced"):
+                run.run_stage("extract", lambda _: None, lambda _: None)
+            assert {path.name: path.read_bytes() for path in run.path.iterdir()} == before
+
+
+def test_a_process_whose_folder_was_deleted_says_so(finished, tmp_path):
+    config = config_of(finished, out=str(tmp_path / "run"))
+    run = RunFolder(tmp_path / "run")
+
+    def make(folder):
+        shutil.rmtree(run.path)
+        (folder / "state").write_text("")
+
+    with run.at_work(config):
+        run.begin(config, "a model", None, {})
+        with pytest.raises(UserError, match="was deleted or replaced"):
+            run.run_stage("extract", lambda _: None, make)
+    assert not run.path.exists()
+
+
+def test_what_a_killed_process_had_begun_to_write_is_removed(finished, tmp_path):
+    made = finished.copied_to(tmp_path / "run")
+    places = [".config.json.x.partial", "1_calibrate/.state.json.x.partial"]
+    theirs = made.folder / "6_evaluate/.bench.json.x.partial"  # another process may be at it
+    for path in (*(made.folder / place for place in places), theirs):
+        path.write_text("{")
+    with RunFolder(made.folder).at_work(config_of(made)):
+        assert list(made.folder.rglob(".*.partial")) == [theirs]
+
+
 def test_a_finished_run_needs_neither_its_data_nor_its_model_in_memory(
     finished, command, tmp_path, monkeypatch
 ):

@@ -129,7 +129,9 @@ def _said_of(cause: BaseException) -> str:
     if not isinstance(cause, OSError) or cause.filename is None:
         return str(cause)
     path = Path(os.fsdecode(cause.filename))
-    return f"{path.parent if path.name == LOCK else path}: {cause.strerror}"
+    if path.name == LOCK or (path.name.startswith(".") and path.suffix == LOCK):
+        path = path.parent
+    return f"{path}: {cause.strerror}"
 
 
 _LESS_MEMORY = {

@@ -216,6 +216,16 @@ def _unless_there_are_no_locks(folder: Path) -> Iterator[None]:
         logger.warning("%s cannot be locked: do not start a second process there", folder)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it; a `UserError` if that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError) as error:
+        raise UserError(
+            f"{folder} cannot be made ({error.strerror}). Choose another folder."
+        ) from error
+
+
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Within this context, one process writes results to a folder, which is made if it is missing.
@@ -223,7 +233,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     Another one gets a `UserError`. A new folder is removed if nothing was written to it.
     """
     was_there = folder.is_dir()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lock = folder / LOCK
     refusal = (
         f"{folder} is in use by another dotmoe process. Wait for it, or choose another folder."
@@ -282,7 +292,7 @@ def new_folder(out: Path) -> Path:
     out = out.resolve()  # a link to an empty folder on another disk stays; its target is used
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     return out
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Protocol
 
@@ -64,6 +65,24 @@ def warnings_once() -> Iterator[None]:
     finally:
         for handler in shown:
             handler.removeFilter(is_new)
+
+
+_is_quiet_call = ContextVar("is_quiet_call", default=False)
+
+
+@contextmanager
+def quiet_call(*, is_quiet: bool) -> Iterator[None]:
+    """Within this context, `say` prints nothing if `is_quiet`."""
+    token = _is_quiet_call.set(is_quiet)
+    try:
+        yield
+    finally:
+        _is_quiet_call.reset(token)
+
+
+def say(text: str) -> None:
+    """Print one line, unless the call of this thread is to print nothing."""
+    Progress(quiet=_is_quiet_call.get()).log(text)
 
 
 class _NotebookBar:

@@ -1,5 +1,6 @@
 """Checkpoint folders: what must be in one, and its tensors, read by name."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -409,6 +410,8 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
+        if path.is_file() and not os.access(path, os.R_OK):  # safetensors says it is not there
+            raise UserError(f"{path}: Permission denied. Get permission to read it.") from error
         raise UserError(f"{path} cannot be read ({one_line(error)}). Get it again.") from error
     except SafetensorError as error:
         with path.open("rb") as raw:

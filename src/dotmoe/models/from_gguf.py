@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from dotmoe.common.cache import cache_folder, cached_in
 from dotmoe.common.errors import UserError, one_line, require_package
 from dotmoe.common.files import complete_folder, in_turn, require_free, sha256_of
-from dotmoe.common.progress import Progress
+from dotmoe.common.progress import say
 from dotmoe.models.gguf_header import require_sound_header
 from dotmoe.models.gguf_keys import ANOTHER, require_meaning
 from dotmoe.models.identity import cached_sha256
@@ -126,9 +126,7 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
         if not config_only:
             entries = sum(int(each.n_elements) for each in opened.tensors.values())
             require_free(cache, 4 * entries)
-            Progress().log(
-                f"{file}: converted to {whole}, which later commands use; it may be deleted"
-            )
+            say(f"{file}: converted to {whole}, which later commands use; it may be deleted")
             with complete_folder(whole) as partial, quiet_transformers():
                 _tokenizer(opened).save_pretrained(partial)
                 plain = read_stock(AutoConfig, config)

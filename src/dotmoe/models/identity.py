@@ -44,11 +44,24 @@ def fingerprint(model: Path) -> str:
     if model.is_file():
         return cached_sha256(model)
     paths = {path for pattern in _DECIDES for path in model.glob(pattern) if path.is_file()}
-    names = sorted(path.relative_to(model).as_posix() for path in paths)
+    names = {path.relative_to(model).as_posix() for path in paths}
+    names |= {name for name in _shards_of(model) if (model / name).is_file()}
     with ThreadPoolExecutor() as threads:
-        sums = threads.map(lambda name: cached_sha256(model / name), names)
-        lines = [f"{sha256}  {name}\n" for name, sha256 in zip(names, sums, strict=True)]
+        in_order = sorted(names)
+        sums = threads.map(lambda name: cached_sha256(model / name), in_order)
+        lines = [f"{sha256}  {name}\n" for name, sha256 in zip(in_order, sums, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _shards_of(model: Path) -> set[str]:
+    """Files that an index names; they may lie below the folder."""
+    named = set[str]()
+    for index in model.glob("*.safetensors.index.json"):
+        with suppress(UserError):  # who reads the weights says what is wrong with it
+            shard_of = read_json(index).get("weight_map")
+            if isinstance(shard_of, dict):
+                named |= {shard for shard in shard_of.values() if isinstance(shard, str)}
+    return named
 
 
 def cached_sha256(file: Path) -> str:

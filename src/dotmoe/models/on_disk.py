@@ -61,6 +61,19 @@ def on_disk(
     return replace(dense, model=model, weights="disk")
 
 
+@contextmanager
+def _loading(place: str) -> Iterator[None]:
+    """Within this context, what Transformers refuses to load is an export that is wrong."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "memory" in str(error):
+            raise  # the command line gives the remedy if memory runs out
+        raise VerificationError(
+            f"Transformers cannot load {place} ({one_line(error)}). Export again."
+        ) from error
+
+
 def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """An exported model in its Transformers class, with its weights left on disk.
 
@@ -87,14 +100,10 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
             state[names[name]] = nothing.expand(tensors.describe(name)[0])
         options = {"config": type(config).from_dict(_with_one_layer(plain, layer)), "dtype": dtype}
         place = str(folder) if layer is None else f"layer {layer} of {folder}"
-        try:
+        with _loading(place):
             loaded, report = read_stock(
                 type(model), None, state_dict=state, output_loading_info=True, **options
             )
-        except RuntimeError as error:
-            raise VerificationError(
-                f"Transformers cannot load {place} ({one_line(error)}). Export again."
-            ) from error
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[problem]:
                 raise VerificationError(

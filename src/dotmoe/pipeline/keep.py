@@ -155,11 +155,10 @@ def _smallest(run: Run, dense: DenseModel, candidates: list[int], folder: Path) 
     dense_states = states_on(dense, run.own)
 
     def kept(active: int) -> float:
-        done = folder / f"{active}.json"
+        done, work = folder / f"{active}.json", folder / str(active)
         if not done.is_file():
-            work = folder / str(active)
             write_json(done, _tried(run, dense, active, dense_states, work))
-            remove(work)
+        remove(work)
         trial = read_json(done)
         run.progress.log(
             f"keep {wanted:g}: a trial with {active} of {trial['num_experts']} experts keeps "

@@ -27,6 +27,11 @@ class FinishedRun:
         """The stage that made the experts."""
         self.has_own_weights = self.made_by != "extract"
         """Whether the run's weights differ from the original dense model's."""
+        if self.made_by in manifest.get("stages", {}) and not folder.has(self.made_by):
+            raise UserError(
+                f"{folder.path_of(self.made_by)} is gone. Delete {folder.to_delete(self.made_by)} "
+                "and repeat the command that made it."
+            )
         if not folder.has(self.made_by):
             raise UserError(
                 f"{path} is no run with a finished {self.made_by} stage. Give the OUT folder of "

@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from dotmoe.common.files import (
     checksums,
     damage_in,
     locked,
+    make_folder,
     read_json,
     remove,
     require_place_for_weights,
@@ -74,11 +75,17 @@ STOPPED = "stopped"
 """Key of the manifest with the time of attempts at a stage that were stopped, by stage."""
 _SHOWN = 5
 """Options of another run that are named; the others are counted."""
+_WRITTEN_BY_OTHERS = ("evaluate", "report")
+"""Stages whose folders other commands write to, under locks of their own."""
 _PROGRESS = ("metrics.jsonl", _CHECKPOINTS)
 """Names that an unfinished stage resumes from, together with `*.parts`."""
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
+
+
+class FolderGoneError(UserError):
+    """A run's folder was deleted or replaced while a process worked in it."""
 
 
 class OtherRunError(UserError):
@@ -92,6 +99,8 @@ class RunFolder:
         self.path = path
         self._log = log
         self._manifest: dict[str, Any] | None = None
+        self._lock_number: int | None = None
+        """Number of the lock's file, which another folder of this name has not."""
 
     @property
     def exists(self) -> bool:
@@ -177,9 +186,20 @@ class RunFolder:
             if self.manifest[COMMAND] == "compare":  # Python's prune leaves such a run, too
                 command = "compare or prune"
             raise UserError(
-                f"{damage}. Delete {self._result_of(name)} and repeat the {command} that made it."
+                f"{damage}. Delete {self.to_delete(name)} and repeat the {command} that made it."
             )
         return folder
+
+    def to_delete(self, name: str) -> str:
+        """What to delete so that the command of the run makes a stage again.
+
+        A run with an export and its results is finished, whatever else of it is gone.
+        """
+        places = [self._result_of(name)]
+        places += [self.path_of(last) for last in ("export", "prune") if self.has(last)]
+        if name == "evaluate":  # it comes after them
+            places = places[:1]
+        return " and ".join(dict.fromkeys(map(str, places)))
 
     def fingerprint_of(self, name: str) -> str:
         """SHA-256 that identifies all tensors that a finished stage has written."""
@@ -194,36 +214,55 @@ class RunFolder:
         times: list[float] = [stages[name]["seconds"] for name in names if name in stages]
         return sum(times) if times else None
 
-    def alone(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
         """A lock against other processes; the system releases it however this process ends."""
-        return locked(
-            self.path / LOCK,
-            f"{self.path} is in use by another dotmoe process. Wait for it, or choose "
-            "another folder.",
+        refusal = (
+            f"{self.path} is in use by another dotmoe process. Wait for it, or choose another "
+            "folder."
         )
+        with locked(self.path / LOCK, refusal):
+            self._lock_number = _number_of(self.path / LOCK)
+            try:
+                yield
+            finally:
+                self._lock_number = None
+
+    def _require_same_folder(self) -> None:
+        """Refuse to write to a folder that was deleted, or made anew, since it was locked."""
+        is_locked = self._lock_number is not None  # some file systems have no locks
+        if is_locked and self._lock_number != _number_of(self.path / LOCK):
+            raise FolderGoneError(
+                f"{self.path} was deleted or replaced while this command worked in it. Give the "
+                "command again, or choose another folder."
+            )
 
     @contextmanager
     def at_work(self, config: Any) -> Iterator[None]:
         """Within this context, the folder is locked; after an error a new, empty run is removed."""
         self._require_usable(config)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError) as error:
-            raise UserError(
-                f"{self.path} cannot be made ({error.strerror}). Choose another folder."
-            ) from error
+        make_folder(self.path)
         with self.alone():
             self._manifest = None  # another process may have changed it
-            for partial in self.path.glob(f".{_MANIFEST}.*.partial"):  # of one that was killed
-                remove(partial)
             self._require_usable(config)
+            self._remove_partial_files()
             is_new = not self.exists
             try:
                 yield
+            except FolderGoneError:
+                raise
             except BaseException:
                 if is_new:
                     self._remove_unless_progress()
                 raise
+
+    def _remove_partial_files(self) -> None:
+        """Remove what processes that were killed had begun to write, where others do not write."""
+        folders = [self.path_of(name) for name in STAGES if name not in _WRITTEN_BY_OTHERS]
+        for folder in (self.path, *folders, *self.path.glob("*/*.parts")):
+            for partial in folder.glob(".*.partial"):
+                if partial.is_file():
+                    remove(partial)
 
     def begin(
         self,
@@ -321,8 +360,10 @@ class RunFolder:
         """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if is_rank_zero():
+                if isinstance(error, OSError):  # such as a file that is not there any more
+                    self._require_same_folder()
                 with suppress(OSError, UserError):  # the disk may be full; the first error counts
                     self._write({**self.manifest, STOPPED: self._stopped_with(name, stopwatch)})
             raise
@@ -406,6 +447,7 @@ class RunFolder:
         return self.path_of(name) / RESULTS if name == "evaluate" else self.path_of(name)
 
     def _write(self, manifest: dict[str, Any]) -> None:
+        self._require_same_folder()
         write_json(self.path / _MANIFEST, manifest)
         self._manifest = manifest
 
@@ -434,6 +476,14 @@ def _added(took: Mapping[str, float], before: Mapping[str, float]) -> dict[str, 
 
 def _is_filled(path: Path) -> bool:
     return path.is_file() or any(path.glob("*"))
+
+
+def _number_of(file: Path) -> int | None:
+    """The number that the file system gave a file; None if it is not there."""
+    try:
+        return file.stat().st_ino
+    except OSError:
+        return None
 
 
 def _is_left_at_a_start(path: Path) -> bool:

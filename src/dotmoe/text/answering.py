@@ -165,6 +165,8 @@ class Answering:
                 return kept
             if path.is_file():
                 self._progress.log(f"{path} is damaged: it is written again")
+            for partial in path.parent.glob(f".{path.name}.*.partial"):  # of one that was killed
+                partial.unlink()
             made = write(path)
             write_text(_checksum_of(path), sha256_of(path))
             return made
