@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.distributed import fsdp_mesh
@@ -68,8 +69,9 @@ def main() -> None:
     blocks = TokenBlocks.load(settings.text)
     rows = []
     for multiple in settings.rates:
-        task, default = started(found, teacher, blocks, config, multiple)
-        kls = list(islice(kl_of_steps(task, is_trained=multiple > 0), settings.steps))
+        with fsdp_mesh(torch.device("cpu"), shard=False) as ranks:
+            task, default = started(found, teacher, blocks, config, multiple, ranks)
+            kls = list(islice(kl_of_steps(task, is_trained=multiple > 0), settings.steps))
         rows.append({"multiple": multiple, "rate": multiple * default, "kl": kls})
     record = {
         "origin": "measured",
@@ -86,13 +88,13 @@ def started(
     blocks: TokenBlocks,
     config: FinetuneConfig,
     multiple: float,
+    ranks: DeviceMesh,
 ) -> tuple[Finetuning, float]:
     """A training that starts from a run, at a multiple of the default rate; and that default."""
     dtype = next(teacher.model.parameters()).dtype
     described = found.described()
     described = replace(described, model=meta_model(described.config, dtype), weights="meta")
-    with fsdp_mesh(torch.device("cpu"), shard=False) as ranks:
-        student = Student(described, found.layouts[0], config, ranks, seed=0)
+    student = Student(described, found.layouts[0], config, ranks, seed=0)
     task = Finetuning(student, teacher, blocks, config, seed=0)
     default = task.parameter_groups()[-1]["lr"]
     if multiple:

@@ -21,6 +21,7 @@ from dotmoe.common.files import (
     damage_in,
     in_turn,
     locked,
+    new_folder,
     read_json,
     remove,
     save_tensors,
@@ -206,6 +207,15 @@ def test_names_that_cannot_be_forced_to_disk_do_not_undo_what_is_written(tmp_pat
     with complete_folder(tmp_path / "out") as partial:
         (partial / "file").write_text("whole")
     assert sorted(os.listdir(tmp_path)) == ["out", "values.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(UserError, match="cannot be made"), alone_in(place):
+            pass
+    with pytest.raises(UserError, match="cannot be made"):
+        new_folder(tmp_path / "file/below/out")
 
 
 def test_a_link_to_a_folder_is_written_through_and_removed_without_what_it_links_to(tmp_path):

@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError
+from dotmoe.common.progress import quiet_call
 from dotmoe.export import llama_cpp
 from dotmoe.models.hf_config import rope_of
 from dotmoe.models.identity import fingerprint
@@ -251,6 +252,16 @@ def test_files_beside_a_gguf_replace_none_of_its_parts(dense_of, gguf_of, cache,
     assert read.config.model_type == "llama"
     texts = [each.read_text() for each in read.folder.glob("*.json")]
     assert not any("model.gguf" in each or "/tmp" in each for each in texts)
+
+
+def test_a_call_without_progress_says_nothing_of_the_cache(dense_of, gguf_of, capsys):
+    file = str(gguf_of(dense_of("llama")))
+    with quiet_call(is_quiet=True):
+        folder = checkpoint_folder(file)
+    assert not capsys.readouterr().err
+    shutil.rmtree(folder)
+    checkpoint_folder(file)
+    assert "which later commands use" in capsys.readouterr().err
 
 
 def test_the_cache_knows_what_made_a_folder(dense_of, gguf_of, monkeypatch):

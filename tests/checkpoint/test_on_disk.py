@@ -11,8 +11,8 @@ from dotmoe.common.errors import UserError, VerificationError
 from dotmoe.export import llama_cpp
 from dotmoe.method.config import CalibrateConfig
 from dotmoe.method.granularity import Granularity
+from dotmoe.models import checkpoint, source
 from dotmoe.models import on_disk as module
-from dotmoe.models import source
 from dotmoe.models.checkpoint import Tensors
 from dotmoe.models.family import FAMILIES
 from dotmoe.models.from_gguf import GgufFile
@@ -157,6 +157,26 @@ def test_a_tensor_too_many_is_found_wherever_it_is(stray, problem, exported, tok
     change(folder, stray, lambda tensor: torch.zeros(8, 64))
     with pytest.raises(VerificationError, match=problem):
         logits_of(exported_on_disk(folder, CPU, torch.float32), tokens_BT)
+
+
+def test_memory_that_runs_out_is_no_wrong_export(exported, tokens_BT, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    folder = exported().folder
+    monkeypatch.setattr(module, "read_stock", refuse)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        logits_of(exported_on_disk(folder, CPU, torch.float32), tokens_BT)
+
+
+def test_weights_that_may_not_be_read_are_not_said_to_be_missing(copied, monkeypatch):
+    def refuse(path, **_):
+        raise FileNotFoundError(path)  # as safetensors says it
+
+    monkeypatch.setattr(checkpoint, "safe_open", refuse)
+    monkeypatch.setattr(checkpoint.os, "access", lambda *_: False)  # root may read everything
+    with pytest.raises(UserError, match=r"model.safetensors: Permission denied\. Get permission"):
+        on_disk(describe_dense(str(copied)), CPU, torch.float32)
 
 
 def test_a_gguf_is_compared_with_one_part_in_memory(

@@ -1,10 +1,12 @@
 """No stage of a training steps at a rate of zero, or begins where another one's schedule ended."""
 
+import json
 import sys
 
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import finetune_rate
 import lte_stages
 import recovery_curve
 from runs import TINY_CONVERT, TINY_FINETUNE, TinyRun
@@ -66,3 +68,20 @@ def test_the_stages_of_an_experiment_start_at_their_peaks(
     stages.clear()
     script.main()
     assert peaks(stages) == expected
+
+
+def test_kl_at_the_default_rate_is_that_of_a_finetuning(finished, text_file, tmp_path, monkeypatch):
+    options = {"data": text_file, "seq_len": 32, "steps": 4, "batch_size": 2}
+    tuned = TinyRun("finetune", finished.folder, tmp_path / "tuned", options).made().folder
+    lines = (tuned / "4_finetune/metrics.jsonl").read_text().splitlines()
+    expected = [json.loads(line)["kl"] for line in lines[:3]]
+    words = [str(finished.folder), str(tmp_path / "rates.json"), "--rates", "0", "1"]
+    words += ["--text", str(tuned / "0_data/training.safetensors"), "--steps", "3"]
+    words += ["--of-steps", "4", "--batch-size", "2", "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", ["experiment", *words])
+    finetune_rate.main()
+    start, default = json.loads((tmp_path / "rates.json").read_text())["rows"]
+    assert default["kl"] == pytest.approx(expected, rel=1e-5)
+    assert start["kl"][0] == default["kl"][0]
+    assert start["kl"][1:] != default["kl"][1:]
+    assert start["rate"] == 0
