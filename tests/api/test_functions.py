@@ -27,7 +27,7 @@ from dotmoe.cli.start import command_options
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import read_json
 from dotmoe.common.options import values_of
-from dotmoe.common.progress import warnings_once
+from dotmoe.common.progress import warn_once, warnings_once
 from dotmoe.pipeline import stages
 from runs import TEXT, TINY_CONVERT, refusal, weights_of, words
 
@@ -446,7 +446,8 @@ def test_a_warning_of_a_call_comes_once(monkeypatch, capsys):
         with warnings_once():
             for _ in range(3):
                 logging.getLogger("dotmoe.models").warning("no chat template")
-    assert capsys.readouterr().err == "no chat template\n" * 2
+                warn_once(logging.getLogger("dotmoe.text"), "a field is not read")
+    assert capsys.readouterr().err == "no chat template\na field is not read\n" * 2
 
 
 def test_a_model_in_memory_is_compared_with_a_run(converted, loaded_model, text_file):

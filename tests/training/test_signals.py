@@ -12,17 +12,20 @@ from toy_tasks import metrics_in, trained
 
 from dotmoe.cli import run
 from dotmoe.common.errors import Interrupted
+from dotmoe.common.interrupts import interrupts_kept
 from dotmoe.training.folder import Checkpoints
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
 def interruptible():
     """Where the tests were started in the background or by nohup, signals are ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    of_hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    usual = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
+    before = [signal.signal(number, handler) for number, handler in zip(STOPS, usual, strict=True)]
     yield
-    signal.signal(signal.SIGINT, before)
-    signal.signal(signal.SIGHUP, of_hangup)
+    for number, handler in zip(STOPS, before, strict=True):
+        signal.signal(number, handler)
 
 
 def stopped_by(*signals):
@@ -82,6 +85,13 @@ def test_the_command_line_says_how_to_go_on(signum, status, monkeypatch, capsys)
     assert capsys.readouterr().err == (
         "dotmoe: error: stopped after step 3; the same command goes on from there.\n"
     )
+
+
+def test_handlers_are_those_of_before_after_a_command():
+    before = {number: signal.getsignal(number) for number in STOPS}
+    with interrupts_kept():
+        assert all(signal.getsignal(number) != before[number] for number in STOPS)
+    assert {number: signal.getsignal(number) for number in STOPS} == before
 
 
 SWALLOWED = {

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Timer, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
 from typing import Any
 
@@ -37,17 +37,6 @@ def interrupts_kept() -> Iterator[None]:
 
     SIGINT and SIGHUP stay ignored if they are, as in a background process of a shell, and by nohup.
     """
-    timers = list[Timer]()
-
-    def swallowed(event: Any) -> None:
-        if not _pending or not isinstance(event.exc_value, KeyboardInterrupt):
-            before_hook(event)
-            return
-        timers.append(Timer(_AGAIN_S, os.kill, (os.getpid(), _pending[-1])))
-        timers[-1].daemon = True
-        timers[-1].start()
-
-    before_hook, sys.unraisablehook = sys.unraisablehook, swallowed
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     _pending.clear()
     for number, handler in before.items():
@@ -55,16 +44,42 @@ def interrupts_kept() -> Iterator[None]:
         if not stays_ignored:
             signal.signal(number, _handle)
     try:
-        yield
-        raise_pending()
+        with _sent_again_if_swallowed():
+            yield
+            raise_pending()
     finally:
-        for timer in timers:
-            timer.cancel()
-        sys.unraisablehook = before_hook
         for number, handler in before.items():
             if handler is not None:  # else no handler of Python's, so none that it can set again
                 signal.signal(number, handler)
         _pending.clear()
+
+
+@contextmanager
+def _sent_again_if_swallowed() -> Iterator[None]:
+    """Within this context, a signal whose exception a destructor swallows is sent again."""
+    before_hook = sys.unraisablehook
+    has_ended = Event()
+
+    def swallowed(event: Any) -> None:
+        if not _pending or not isinstance(event.exc_value, KeyboardInterrupt):
+            before_hook(event)
+            return
+        number, hook_has_ended = _pending[-1], Event()
+
+        def send_again() -> None:
+            hook_has_ended.wait()  # else it would be raised in the hook, and swallowed again
+            if not has_ended.wait(_AGAIN_S):
+                os.kill(os.getpid(), number)
+
+        Thread(target=send_again, daemon=True).start()
+        hook_has_ended.set()
+
+    sys.unraisablehook = swallowed
+    try:
+        yield
+    finally:
+        has_ended.set()
+        sys.unraisablehook = before_hook
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
