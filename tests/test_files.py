@@ -114,8 +114,9 @@ def write_often(path, number):
 def test_a_file_system_without_locks_is_used_without(lock, tmp_path, monkeypatch, caplog):
     error = OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr("filelock.FileLock.acquire", MagicMock(side_effect=error))
-    with lock(tmp_path / ".lock"):
+    with lock(tmp_path / ".lock") as is_held:
         (tmp_path / "made").touch()
+    assert not is_held
     assert "cannot be locked" in caplog.text
 
 

@@ -17,7 +17,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from dotmoe.common.errors import UserError
-from dotmoe.common.progress import quiet_call
 from dotmoe.export import llama_cpp
 from dotmoe.models.hf_config import rope_of
 from dotmoe.models.identity import fingerprint
@@ -254,16 +253,6 @@ def test_files_beside_a_gguf_replace_none_of_its_parts(dense_of, gguf_of, cache,
     assert not any("model.gguf" in each or "/tmp" in each for each in texts)
 
 
-def test_a_call_without_progress_says_nothing_of_the_cache(dense_of, gguf_of, capsys):
-    file = str(gguf_of(dense_of("llama")))
-    with quiet_call(is_quiet=True):
-        folder = checkpoint_folder(file)
-    assert not capsys.readouterr().err
-    shutil.rmtree(folder)
-    checkpoint_folder(file)
-    assert "which later commands use" in capsys.readouterr().err
-
-
 def test_the_cache_knows_what_made_a_folder(dense_of, gguf_of, monkeypatch):
     file = gguf_of(dense_of("llama"))
     first = checkpoint_folder(str(file))
@@ -309,13 +298,13 @@ def test_a_sentencepiece_tokenizer_cuts_as_before(shared_data, gguf_of):
 
 
 def test_a_gguf_file_is_converted_finetuned_and_measured_as_a_folder_is(
-    dense_of, gguf_of, text_file, command, cache, tmp_path, monkeypatch
+    dense_of, gguf_of, text_file, command, cache, tmp_path, monkeypatch, caplog
 ):
     file, run = gguf_of(dense_of("llama"), "q8_0"), tmp_path / "run"
     made = command("convert", file, run, data=text_file, **TINY_CONVERT)
     assert made.status == 0, made.err
     (folder,) = (path for path in cache.glob("*") if (path / "model.safetensors").exists())
-    assert made.err.count(str(folder)) == 1
+    assert caplog.text.count(f"converted to {folder}") == 1
     assert json.loads((run / "5_export/dotmoe.json").read_text())["source"] == file.name
     changed = (folder / "model.safetensors").stat().st_mtime_ns
     assert command("finetune", run, tmp_path / "tuned", **TINY_FINETUNE).status == 0

@@ -34,7 +34,7 @@ from dotmoe.common.options import (
     require_effect,
 )
 from dotmoe.common.precision import torch_as_usual
-from dotmoe.common.progress import Progress, quiet_call, warnings_once
+from dotmoe.common.progress import Progress, warnings_once
 from dotmoe.measure.bench import bench as bench_by
 from dotmoe.measure.bench import table as bench_table
 from dotmoe.measure.evaluate import MEASUREMENTS
@@ -349,7 +349,6 @@ def _called(
         torch_as_usual(),
         quiet_transformers(),
         warnings_once(),
-        quiet_call(is_quiet=not progress),
         TemporaryDirectory(prefix="dotmoe-") as temporary,
     ):
         inputs = Inputs(Path(temporary) / INPUTS)

@@ -175,8 +175,11 @@ def damage_in(
 
 
 @contextmanager
-def locked(file: Path, refusal: str) -> Iterator[None]:
-    """Within this context, hold a lock; another process gets a `UserError` with `refusal`."""
+def locked(file: Path, refusal: str) -> Iterator[bool]:
+    """Within this context, hold a lock; another process gets a `UserError` with `refusal`.
+
+    Gives whether it is held: some file systems have no locks.
+    """
     lock = FileLock(file)
     with _unless_there_are_no_locks(file.parent):
         try:
@@ -184,7 +187,7 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
         except Timeout as error:
             raise UserError(refusal) from error
     try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Protocol
 
@@ -18,8 +17,6 @@ from dotmoe.common.interrupts import raise_pending
 
 _LONGEST_S = 1e9
 """Longest time left that is shown, some thirty years; `timedelta` holds no time without end."""
-
-
 _warned = set[str]()
 """Texts that `warn_once` has shown; a row of a million would else make a record each."""
 
@@ -65,24 +62,6 @@ def warnings_once() -> Iterator[None]:
     finally:
         for handler in shown:
             handler.removeFilter(is_new)
-
-
-_is_quiet_call = ContextVar("is_quiet_call", default=False)
-
-
-@contextmanager
-def quiet_call(*, is_quiet: bool) -> Iterator[None]:
-    """Within this context, `say` prints nothing if `is_quiet`."""
-    token = _is_quiet_call.set(is_quiet)
-    try:
-        yield
-    finally:
-        _is_quiet_call.reset(token)
-
-
-def say(text: str) -> None:
-    """Print one line, unless the call of this thread is to print nothing."""
-    Progress(quiet=_is_quiet_call.get()).log(text)
 
 
 class _NotebookBar:

@@ -7,6 +7,7 @@ run may still read one, while a newer version of dotmoe reads the same file.
 """
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -28,12 +29,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from dotmoe.common.cache import cache_folder, cached_in
 from dotmoe.common.errors import UserError, one_line, require_package
 from dotmoe.common.files import complete_folder, in_turn, require_free, sha256_of
-from dotmoe.common.progress import say
 from dotmoe.models.gguf_header import require_sound_header
 from dotmoe.models.gguf_keys import ANOTHER, require_meaning
 from dotmoe.models.identity import cached_sha256
 from dotmoe.models.stock import forget_versions, quiet_transformers, read_stock
 from dotmoe.models.tokenizer import from_parts
+
+logger = logging.getLogger(__name__)
 
 try:
     import gguf
@@ -126,7 +128,9 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
         if not config_only:
             entries = sum(int(each.n_elements) for each in opened.tensors.values())
             require_free(cache, 4 * entries)
-            say(f"{file}: converted to {whole}, which later commands use; it may be deleted")
+            logger.warning(
+                "%s: converted to %s, which later commands use; it may be deleted", file, whole
+            )
             with complete_folder(whole) as partial, quiet_transformers():
                 _tokenizer(opened).save_pretrained(partial)
                 plain = read_stock(AutoConfig, config)

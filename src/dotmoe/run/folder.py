@@ -100,7 +100,7 @@ class RunFolder:
         self._log = log
         self._manifest: dict[str, Any] | None = None
         self._lock_number: int | None = None
-        """Number of the lock's file, which another folder of this name has not."""
+        """Number of the lock's file while it is held: a new folder of this name has another."""
 
     @property
     def exists(self) -> bool:
@@ -221,8 +221,9 @@ class RunFolder:
             f"{self.path} is in use by another dotmoe process. Wait for it, or choose another "
             "folder."
         )
-        with locked(self.path / LOCK, refusal):
-            self._lock_number = _number_of(self.path / LOCK)
+        with locked(self.path / LOCK, refusal) as is_held:
+            if is_held:
+                self._lock_number = _number_of(self.path / LOCK)
             try:
                 yield
             finally:
@@ -230,8 +231,7 @@ class RunFolder:
 
     def _require_same_folder(self) -> None:
         """Refuse to write to a folder that was deleted, or made anew, since it was locked."""
-        is_locked = self._lock_number is not None  # some file systems have no locks
-        if is_locked and self._lock_number != _number_of(self.path / LOCK):
+        if self._lock_number is not None and self._lock_number != _number_of(self.path / LOCK):
             raise FolderGoneError(
                 f"{self.path} was deleted or replaced while this command worked in it. Give the "
                 "command again, or choose another folder."
