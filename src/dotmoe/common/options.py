@@ -13,7 +13,7 @@ import os
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -30,8 +30,8 @@ ARGUMENT = object()
 HIDDEN = object()
 """Marks a field that is no option, neither of the command line nor in Python."""
 
-PLACES = ("out", "run", "task_data")
-"""Fields that name a folder or file of the user, other than models and texts."""
+PLACE = object()
+"""Marks a field that names a folder or file of the user: `~` in it stands for the home."""
 
 REQUIRED = dataclasses.MISSING
 """Default of an option that has none."""
@@ -184,20 +184,20 @@ def built(cls: Any, start: Any, values: dict[str, Any]) -> Any:
     """A config of a class: these values by the names of options, the others as in `start`."""
     found = dict[str, Any]()
     defaults = defaults_of(cls, start)
-    for name, kind, _ in marked_fields(cls):
+    for name, kind, marks in marked_fields(cls):
         if dataclasses.is_dataclass(kind):
             inner = None if defaults[name] is REQUIRED else defaults[name]
             found[name] = built(kind, inner, values)
         elif name in values:
-            found[name] = _with_home(name, values[name])
+            found[name] = _with_home(marks, values[name])
         elif defaults[name] is not REQUIRED:
             found[name] = defaults[name]
     return cls(**found)
 
 
-def _with_home(name: str, value: Any) -> Any:
-    """The value of a field; of one in `PLACES` with the home that `~` or `~user` stands for."""
-    return os.path.expanduser(value) if name in PLACES and isinstance(value, str) else value
+def _with_home(marks: Collection[Any], value: Any) -> Any:
+    """The value of a field with these marks; of a `PLACE` with the home for `~` or `~user`."""
+    return os.path.expanduser(value) if PLACE in marks and isinstance(value, str) else value
 
 
 def in_python(cls: Any, values: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -286,8 +286,9 @@ def checked(config: Config) -> Config:
     Every option that is not at its default must have an effect. Configs of runs come from recipes,
     which check that themselves.
     """
-    values = values_of(config).items()
-    given = {name: _with_home(name, value) for name, value in values if value != ""}
+    marks_of = {name: marks for name, _, marks in marked_fields(type(config))}
+    values = {name: value for name, value in values_of(config).items() if value != ""}
+    given = {name: _with_home(marks_of.get(name, ()), value) for name, value in values.items()}
     config = from_values(type(config), given, "the config")
     check(config, () if hasattr(config, COMMAND) else changed(config))
     return config

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from dotmoe.common.errors import UserError
 from dotmoe.common.files import Values
-from dotmoe.common.options import ARGUMENT, HOW, Need, Shown, at_least
+from dotmoe.common.options import ARGUMENT, HOW, PLACE, Need, Shown, at_least
 from dotmoe.method.config import Train
 from dotmoe.models.config import LoadConfig, is_gguf
 from dotmoe.run import needs as needs_of
@@ -95,7 +95,7 @@ class EvaluateConfig:
     against: Annotated[str | None, Shown("MODEL")] = None
     """Second model to measure, side by side with MODEL. For --fidelity: the dense model, by default
     the one that MODEL was made from (of a local one, only a run folder knows the path)."""
-    out: Annotated[str | None, Shown("FOLDER")] = None
+    out: Annotated[str | None, Shown("FOLDER"), PLACE] = None
     """Folder to write results to. Default for tasks: `6_evaluate` of a run, else
     `evaluation-MODEL-` and 8 digits of what identifies it; other results are only printed."""
     json: bool = False
@@ -104,7 +104,7 @@ class EvaluateConfig:
     """Benchmark tasks to run with lm-evaluation-harness: `paper` (the paper's six), `paper_by_k`
     (the five of its table over k), or tasks and groups by the harness's names (mmlu, gsm8k).
     Finished tasks are not run again."""
-    task_data: Annotated[str | None, Shown("FOLDER")] = None
+    task_data: Annotated[str | None, Shown("FOLDER"), PLACE] = None
     """Folder with the data of --tasks. Default: download them from the hub."""
     shots: Annotated[int | None, at_least(0)] = None
     """Number of solved examples before each question of --tasks. Default: the paper's number, else
@@ -188,7 +188,7 @@ class EvaluateConfig:
 class AnalyseConfig:
     """Options of `dotmoe analyse`."""
 
-    run: Annotated[str, ARGUMENT]
+    run: Annotated[str, ARGUMENT, PLACE]
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
     tokens: Annotated[int, at_least(1)] = 32768
     """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
@@ -237,7 +237,7 @@ class BenchConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     seed: Annotated[int, at_least(0)] = 0
     """Seed of the input tokens."""
-    out: Annotated[str | None, Shown("FILE")] = None
+    out: Annotated[str | None, Shown("FILE"), PLACE] = None
     """File to write the result to, as JSON; of a run, 6_evaluate/bench.json is in its report."""
     json: bool = False
     """Print JSON instead of tables."""
@@ -275,7 +275,7 @@ class InspectConfig(RunConfig):
     command: ClassVar[str] = "inspect"
     needs: ClassVar[tuple[Need, ...]] = needs_of.INSPECT
 
-    out: Annotated[str, ARGUMENT, HOW] = ""
+    out: Annotated[str, ARGUMENT, HOW, PLACE] = ""
     """What `dotmoe convert` would write; not used."""
     train: Train | None = None
     """What a finetuning of the result trains: all weights, those of the experts, or low-rank
@@ -298,5 +298,5 @@ class InspectConfig(RunConfig):
 class ReportConfig:
     """One page on what a conversion lost and gained."""
 
-    run: Annotated[str, ARGUMENT]
+    run: Annotated[str, ARGUMENT, PLACE]
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`; the page is in `7_report`."""

@@ -10,6 +10,7 @@ from dotmoe.common.options import (
     ARGUMENT,
     HIDDEN,
     HOW,
+    PLACE,
     Need,
     Shown,
     at_least,
@@ -47,7 +48,7 @@ class RunConfig:
 
     model: Annotated[str, ARGUMENT]
     """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
-    out: Annotated[str, ARGUMENT, HOW]
+    out: Annotated[str, ARGUMENT, HOW, PLACE]
     """Folder to write: a run with its checkpoint in `5_export`; the runs of a compare."""
     method: MethodName = "dot_moe"
     """How neurons are assigned to experts. `dot_moe`: from data, or learned (`steps`); the others
@@ -94,9 +95,9 @@ class FinetuneRunConfig:
     command: ClassVar[str] = "finetune"
     needs: ClassVar[tuple[Need, ...]] = needs_of.FINETUNE
 
-    run: Annotated[str, ARGUMENT, HOW]
+    run: Annotated[str, ARGUMENT, HOW, PLACE]
     """Folder of a finished `dotmoe convert`; it is not changed."""
-    out: Annotated[str, ARGUMENT, HOW]
+    out: Annotated[str, ARGUMENT, HOW, PLACE]
     """Run folder to write; the checkpoint will be in its `5_export`."""
     data: DataConfig = field(default_factory=DataConfig)
     """Text to train on. Default: the sources of RUN, read as RUN did."""
@@ -188,9 +189,9 @@ class ReexportConfig:
 
     needs: ClassVar[tuple[Need, ...]] = needs_of.EXPORT
 
-    run: Annotated[str, ARGUMENT]
+    run: Annotated[str, ARGUMENT, PLACE]
     """Folder of a run that has finished its extract stage, or its repair or finetune stage."""
-    out: Annotated[str, ARGUMENT]
+    out: Annotated[str, ARGUMENT, PLACE]
     """Folder to write; must be new or empty."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Number of experts that run per token (k), 1 to E. Default: that of the run."""
@@ -202,7 +203,7 @@ class ReexportConfig:
 class QuickstartConfig:
     """The quickstart: dense, dotmoe and static pruning with the same repair, side by side."""
 
-    out: Annotated[str, Shown("FOLDER")] = "quickstart-run"
+    out: Annotated[str, Shown("FOLDER"), PLACE] = "quickstart-run"
     """Folder to write; the same command resumes there if it was stopped."""
     seed: Annotated[int, at_least(0)] = 0
     """Seed of initial values and data order."""
