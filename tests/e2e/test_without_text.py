@@ -6,6 +6,7 @@ import shutil
 import pytest
 from speakers import CHATML, OPTIONS, stock_closeness
 
+from dotmoe.common.cache import cache_folder
 from dotmoe.common.files import read_json
 from dotmoe.models.chat import has_chats, states_chats
 from dotmoe.models.load import describe_dense
@@ -226,6 +227,45 @@ def test_a_finetuning_reads_other_answers_and_measures_on_the_same(speaker, tmp_
     assert (tuned / name).read_bytes() == (run.folder / name).read_bytes()
     measured = read_json(tuned / "6_evaluate/results.json")["own_answers"]
     assert set(measured) >= {"moe"}
+
+
+def test_a_finetuning_may_learn_from_the_answers_of_the_run_and_writes_what_they_lack(
+    speaker, tmp_path, command, monkeypatch
+):
+    run = TinyRun("convert", speaker, tmp_path / "run", OPTIONS).made()
+    kept = read_answers(run.folder / "0_answers/fitted.jsonl")
+    options = {"steps": 2, "batch_size": 2, "seq_len": 64, "heldout_answers": 3}
+    wanted = num_chat_tokens(kept) + 500
+    more = tmp_path / "more"
+    asked = words("finetune", run.folder, more, **options, answer_tokens=wanted)
+    done = command(*asked, "--reuse-answers")
+    assert done.status == 0, done.err
+    fitted = read_answers(more / "0_answers/fitted.jsonl")
+    assert fitted[: len(kept)] == kept
+    assert num_chat_tokens(fitted) >= wanted
+    assert not {each.ids for each in fitted[len(kept) :]} & {each.ids for each in kept}
+
+    monkeypatch.setattr(writing, "continuations", None)
+    shutil.rmtree(cache_folder() / "answers")
+    enough = tmp_path / "enough"
+    options["heldout_answers"] = 0
+    done = command(*words("finetune", run.folder, enough, **options), "--reuse-answers")
+    assert done.status == 0, done.err
+    assert read_answers(enough / "0_answers/fitted.jsonl") == kept
+
+
+def test_a_finetuning_that_reuses_answers_needs_some(speaker, tmp_path, text_file, command):
+    options = OPTIONS | {"data": text_file, "answer_tokens": None}
+    given = {name: value for name, value in options.items() if value is not None}
+    run = TinyRun("convert", speaker, tmp_path / "run", given).made()
+    tuned = tmp_path / "tuned"
+    how = {"steps": 1, "batch_size": 1, "seq_len": 64}
+    asked = (*words("finetune", run.folder, tuned, **how), "--reuse-answers")
+    said = command(*asked).refusal()
+    assert "was fitted to no answers of its model. Leave it out." in said
+    said = command(*asked, "--data", text_file).refusal()
+    assert "--data names another text than that of RUN" in said
+    assert not tuned.exists()
 
 
 def test_rivals_are_fitted_to_the_same_chats_and_measured_on_the_same_answers(

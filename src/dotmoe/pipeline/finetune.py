@@ -60,7 +60,8 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             splits = splits_in(source.layouts)
             raise_on_all_ranks(lambda: require_exportable(dense, splits, config.export))
             how = config.finetune
-            run.answer(dense, how.steps * how.batch_size * config.data.seq_len)
+            kept = source.answers.fitted if config.reuse_answers else ()
+            run.answer(dense, how.steps * how.batch_size * config.data.seq_len, kept)
             run.tokenise(dense, 0, text_of_run=source.text)
             layouts, blocks = _train(run, dense, source), run.text.training
             steps = config.finetune.schedule(blocks.num_blocks).steps
@@ -93,6 +94,11 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
         raise UserError(
             f"{config.run} has experts made of heads, which cannot be trained further yet. Convert "
             "with --repair, or with --targets ffn."
+        )
+    if config.reuse_answers and not source.answers.fitted:
+        raise UserError(
+            f"reuse_answers is True, but {config.run} was fitted to no answers of its model. Leave "
+            "it out."
         )
     if source.folder.has("export"):  # it is measured beside the result
         require_written_k(source.folder.path_of("export"))

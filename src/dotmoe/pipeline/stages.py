@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +56,7 @@ from dotmoe.run.config import PruneRunConfig, RunConfig
 from dotmoe.run.finished import FinishedRun
 from dotmoe.run.folder import RESULTS, RunFolder
 from dotmoe.run.provenance import provenance
-from dotmoe.text.answers import OwnAnswers
+from dotmoe.text.answers import Answer, OwnAnswers
 from dotmoe.text.answers_of_run import own_answers
 from dotmoe.text.blocks import TokenBlocks
 from dotmoe.text.config import SELF, AnswersConfig
@@ -148,10 +148,11 @@ class Run:
             save=lambda values, folder: write_json(folder / file, values),
         )
 
-    def answer(self, dense: DenseModel, tokens: int) -> None:
+    def answer(self, dense: DenseModel, tokens: int, kept: Sequence[Answer] = ()) -> None:
         """Run the stage in which the dense model writes: `tokens` to fit to, and held-out answers.
 
         Rank zero alone writes. There is no such stage if a run neither asks nor can be asked.
+        Answers `kept` from the run that is finetuned are not written again.
         """
         config, data, how = self.config, self.converted.data, self.config.answers
         if not asks_by_name(data) and not has_chats(dense.tokenizer):
@@ -178,6 +179,7 @@ class Run:
                 heldout=how.heldout_answers,
                 seed=data.data_seed,
                 first_round=_ROUND_OF_FINETUNING if self.is_finetuning else 0,
+                kept=kept,
                 is_number_given=how.answer_tokens is not None,
                 progress=self.progress,
             )

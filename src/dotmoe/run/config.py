@@ -102,6 +102,9 @@ class FinetuneRunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     """Text to train on. Default: the sources of RUN, read as RUN did."""
     answers: AnswersConfig = field(default_factory=AnswersConfig)
+    reuse_answers: bool = False
+    """Learn from the answers that RUN was fitted to, which are written already; more are written
+    only where they are too few. Default: other answers, of which the model learns more."""
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)

@@ -11,7 +11,8 @@ from dotmoe.models.identity import fingerprint
 from dotmoe.models.load import MODEL, describe_dense, describe_trained
 from dotmoe.run.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.run.folder import RunFolder
-from dotmoe.text.tokenise import HELDOUT_FILES, TokenisedText
+from dotmoe.text.answers import OwnAnswers
+from dotmoe.text.tokenise import HELDOUT_FILES, NO_ANSWERS, TokenisedText
 
 
 class FinishedRun:
@@ -58,6 +59,13 @@ class FinishedRun:
     def text(self) -> TokenisedText:
         """The run's text; checksums of its held-out text are verified, of its training text not."""
         return TokenisedText.load(self.folder.verified("data", *HELDOUT_FILES))
+
+    @cached_property
+    def answers(self) -> OwnAnswers:
+        """What the dense model wrote for the run, if anything; checksums are verified."""
+        if not self.folder.has("answers"):
+            return NO_ANSWERS
+        return OwnAnswers.load(self.folder.verified("answers"))
 
     def described(self) -> DenseModel:
         """Description of the dense checkpoint that has the experts' weights; see `origin`."""

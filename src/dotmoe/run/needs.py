@@ -191,6 +191,12 @@ COMPARE = (
 FINETUNE = (
     Need(("lora_rank",), "--train lora", lambda run: run.finetune.train == "lora"),
     Need(("eval_tokens",), "--eval-text", lambda run: bool(run.eval_text)),
+    Need(
+        ("reuse_answers",),
+        "the text of RUN",
+        lambda run: not run.data.data,
+        "{option} is {value}, but --data names another text than that of RUN. Give one of them",
+    ),
     *_OF_TEXT,
 )
 """Of `dotmoe finetune`."""

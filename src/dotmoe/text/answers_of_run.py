@@ -8,7 +8,7 @@ from dotmoe.common.progress import Progress
 from dotmoe.models.chat import has_chats, why_not_asked
 from dotmoe.models.dense_model import DenseModel
 from dotmoe.text.answering import Answering
-from dotmoe.text.answers import ALIKE, OTHERS, Answer, OwnAnswers
+from dotmoe.text.answers import ALIKE, OTHERS, Answer, OwnAnswers, num_chat_tokens
 from dotmoe.text.config import PROMPTS, SELF, DataConfig, asks
 from dotmoe.text.questions import ONE_HELDOUT_IN, Question, own_prompts, questions_in, require_chats
 from dotmoe.text.writing import PENALTY
@@ -23,15 +23,17 @@ def own_answers(
     heldout: int,
     seed: int,
     first_round: int = 0,
+    kept: Sequence[Answer] = (),
     is_number_given: bool = False,
     progress: Progress,
 ) -> OwnAnswers:
     """The answers of a run: about `tokens` to fit to, and `heldout` of each kind to measure on.
 
     A run whose data ask nothing fits to none. A base model writes text from nothing, and has none
-    to measure on. Another `first_round` draws other answers to fit to. `is_number_given` says that
-    a user named `tokens`. Raises `UserError` if the data ask a model without chat template, or have
-    weights that nothing would follow.
+    to measure on. Another `first_round` draws other answers to fit to. Answers that are `kept` from
+    an earlier run are among the `tokens`, so that only as many are written as they lack.
+    `is_number_given` says that a user named `tokens`. Raises `UserError` if the data ask a model
+    without chat template, or have weights that nothing would follow.
     """
     context = dense.widths.context
     room = min(data.seq_len, context)
@@ -42,10 +44,13 @@ def own_answers(
         require_chats(dense.tokenizer, data)
         questions = _require_room(answering.with_room(questions, room), room, data)
     itself = SELF in data.data
-    fitted = list[Answer]()
+    fitted = list(kept)
     if questions or itself:
         to_fit = _to_fit(questions, data, progress)
-        fitted = answering.fitted(to_fit, tokens, room=room, itself=itself, first_round=first_round)
+        lacking = tokens - num_chat_tokens(kept)
+        fitted += answering.fitted(
+            to_fit, lacking, room=room, itself=itself, first_round=first_round
+        )
     elif is_number_given:
         progress.log("no row of the data asks: answer_tokens is not used")
     sets = dict[str, tuple[Answer, ...]]()
