@@ -42,8 +42,8 @@ REPAIR_METRICS = "repair.json"
 _CHECKSUMS = "checksums.json"
 """File of a layer's folder with the checksums of the others."""
 _SHARE_OF_CHANGE = 0.8
-"""Share of what training changed that the export keeps: with all of it, SmolLM2 loses more on every
-text (docs/dev/decisions.md). Later layers are trained behind the whole change."""
+"""Share of what a repair changes that the export keeps: with all of it, models lose more on text
+unlike the fit's (docs/dev/decisions.md). Later layers are repaired behind the whole change."""
 
 
 @torch.no_grad()
@@ -63,10 +63,10 @@ def repair(
     Two residual streams go through the layers side by side: the dense model's, and that of the
     masked model as repaired so far. In each split FFN or attention, weights change so that the
     second comes as close as it can to the first, token by token relative to its size. In an FFN
-    Adam trains all projections, for `repair_epochs`, and four fifths of the change are kept.
-    Ridge regression refits the output projection of attention; and of FFNs without epochs, or where
-    rows held out do not gain from the training. Every 8th row of text is held out for that and to
-    choose the penalty. `seed` sets the order of the tokens in the training of each layer. A stopped
+    Adam trains all projections, for `repair_epochs`. Ridge regression refits the output projection
+    of attention; and of FFNs without epochs, or where rows held out do not gain from the training.
+    Every 8th row of text is held out for that and to choose the penalty. Four fifths of either
+    change are kept. `seed` sets the order of the tokens in the training of each layer. A stopped
     process resumes after the finished layers, with the same result. Ranks divide the text and call
     this together. The weights of `dense` are in memory or on disk, and unchanged afterwards, also
     after an exception.
@@ -75,8 +75,8 @@ def repair(
     `describe_trained`), `layout.safetensors` and `repair.json`.
 
     Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
-    (and, with attention, each `target`) the `ridge`, None for no refit, the share `kept` of what
-    training changed, and the `heldout_error` of all of it, a share of the masked dense weights'.
+    (and, with attention, each `target`) the `ridge`, None for no refit, the share `kept` of the
+    change, and the `heldout_error` of all of it, a share of the masked dense weights'.
     Raises a `UserError` if there is too little text, or ranks are more than neurons of an expert.
     """
     dense.require("memory", "disk")
@@ -152,12 +152,16 @@ class _Solutions:
         return _part_of_change(self.dense, weights, _SHARE_OF_CHANGE), metrics
 
     def _solve_by_ridge(self, problem: LayerProblem) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The output projection, refitted."""
+        """Part of what the refit changes in the output projection; all as it was if none gains."""
         output_DN, ridge, error = refit(problem.output, *equations(problem), self._last_ridge())
+        weights = {problem.output_name: output_DN}
         metrics: dict[str, Any] = {"ridge": ridge, "heldout_error": error}
+        if ridge is not None:
+            metrics["kept"] = _SHARE_OF_CHANGE
+            weights = _part_of_change(self.dense, weights, _SHARE_OF_CHANGE)
         if problem.target.name == "attention":
             metrics = {"target": "attention", **metrics}
-        return {problem.output_name: output_DN}, metrics
+        return weights, metrics
 
     def _last_ridge(self) -> float | None:
         """The penalty of the last refit that gained; None if there is none yet."""
