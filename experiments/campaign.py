@@ -31,7 +31,7 @@ from campaign_rows import MODELS, TINY, Plan, Row, rows_of, with_sources
 from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.errors import UserError, nearest, one_line
 from dotmoe.common.files import Values, alone_in, read_json, remove, sha256_of, write_json
-from dotmoe.common.options import ARGUMENT, flat
+from dotmoe.common.options import ARGUMENT, PLACE, flat
 from dotmoe.common.tables import in_time, shown_as_text
 from dotmoe.measure.evaluate.difference import IncomparableError
 from dotmoe.measure.evaluate.models import gguf_file, model_folder
@@ -91,7 +91,7 @@ class Settings:
     """Books, as a source of text."""
     python: str = PYTHON_TEXT
     """Python programs, as a source of text."""
-    task_data: str | None = None
+    task_data: Annotated[str | None, PLACE] = None
     """Folder with the data of the tasks. Default: from the hub."""
     vllm_python: str | None = None
     """Interpreter of an environment with vLLM."""

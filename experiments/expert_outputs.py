@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dotmoe.cli.arguments import settings as settings_of
 from dotmoe.common.files import write_json
-from dotmoe.common.options import ARGUMENT
+from dotmoe.common.options import ARGUMENT, PLACE
 from dotmoe.export.routers import at_routers
 from dotmoe.measure.analyse import captured_routes
 from dotmoe.method.layout import ALWAYS_ON
@@ -42,8 +42,8 @@ POINTS, EXPERTS_SHOWN, SEED = 1000, 16, 0
 class Config:
     """A run, and the layer to look into."""
 
-    run: Annotated[str, ARGUMENT]
-    out: Annotated[str, ARGUMENT]
+    run: Annotated[str, ARGUMENT, PLACE]
+    out: Annotated[str, ARGUMENT, PLACE]
     layer: int | None = None
     """Split layer. Default: a third of the way through the split layers, as in the paper."""
     tokens: int = 32768
